@@ -1,0 +1,22 @@
+.PHONY: setup fmt check test test-all bench docs
+
+PYTHON := .venv/bin/python
+
+setup:
+	./setup.sh
+fmt: setup
+	$(PYTHON) -m ruff format src tests examples benchmarks
+	$(PYTHON) -m ruff check --fix src tests examples benchmarks
+check: setup
+	$(PYTHON) -m ruff format --check src tests examples benchmarks
+	$(PYTHON) -m ruff check src tests examples benchmarks
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports
+test:
+	./test.sh
+test-all: setup
+	$(PYTHON) -m pytest -m "slow or not slow"
+bench: setup
+	$(PYTHON) benchmarks/lane_overhead.py
+docs: setup
+	$(PYTHON) -m pytest README.md src/gradlane/core/README.md docs tests/docs

@@ -1,0 +1,71 @@
+"""gradlane: how gradients travel between workers in DistributedDataParallel."""
+
+# DDP imports this module when it is first used. Its functions keep the default group as a default
+# argument, and one that exists by then would outlive its destruction: so import it before there is one.
+import torch.distributed.nn.functional
+
+from ._version import __version__
+from .core.bucket import Bucket, Slot
+from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note
+from .core.events import Event
+from .core.memory import Memory
+from .core.strategy import Reduced, Strategy
+from .ddp import Attachment, attach
+from .end import shutdown
+from .errors import (
+    GradlaneError,
+    InvalidValue,
+    PeerFailed,
+    PeerLost,
+    RanksDisagree,
+    WrongState,
+    WrongType,
+)
+from .simulate.dryrun import Trace, dry_run
+from .simulate.ranks import Simulation
+from .strategies.cast import Cast
+from .strategies.function import strategy_from
+from .strategies.mean import Mean, Noop
+from .strategies.route import Route
+from .strategies.schedule import After
+from .strategies.text import describe, parse
+from .strategies.weighted import WeightedMean
+
+del torch
+
+__all__ = [
+    "After",
+    "Attachment",
+    "Bucket",
+    "Cast",
+    "Event",
+    "GradlaneError",
+    "InvalidValue",
+    "Mean",
+    "Memory",
+    "Noop",
+    "Payload",
+    "PeerFailed",
+    "PeerLost",
+    "RanksDisagree",
+    "Reduced",
+    "Route",
+    "Simulation",
+    "Slot",
+    "Strategy",
+    "Trace",
+    "WeightedMean",
+    "WrongState",
+    "WrongType",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "attach",
+    "describe",
+    "dry_run",
+    "note",
+    "parse",
+    "shutdown",
+    "strategy_from",
+]

@@ -1,0 +1,5 @@
+"""The command line. One file per verb; torch is imported only when a verb runs."""
+
+from .main import main
+
+__all__ = ["main"]

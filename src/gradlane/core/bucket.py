@@ -1,0 +1,98 @@
+"""One flat gradient and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a bucket: its name in the module and its shape."""
+
+    name: str
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a strategy receives: one flat gradient, and all that DDP knows about it.
+
+    ``flat`` is yours for the length of the call: you may overwrite it. Everything else is the same
+    on every rank, except ``rank`` and ``joined``.
+    """
+
+    flat: Tensor
+    layout: tuple[Slot, ...]
+    step: int
+    rank: int
+    world: int
+    index: int = 0
+    is_last: bool = True
+    joined: bool = False
+    """This rank ran out of data (``DDP.join``): it takes part, with a gradient of zeros."""
+    feedback: bool = False
+    """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """How many ranks a mean divides by, for each scope; a scope that is missing counts the world."""
+
+    def divisor(self, over: str = "world") -> int:
+        """What a mean over this scope divides by: its ranks, less those that joined early where
+        ``join(divide_by_initial_world_size=False)`` asks for that."""
+        return self.sizes.get(over, self.world)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(slot.name for slot in self.layout)
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients one by one, as views into ``flat``."""
+        return [view for _, view in self._views()]
+
+    def named(self) -> dict[str, Tensor]:
+        """The same views by parameter name."""
+        return dict(self._views())
+
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
+        if self.flat.is_sparse:  # DDP gives a sparse gradient a bucket of its own
+            yield self.layout[0].name, self.flat
+            return
+        start = 0
+        for name, shape in self.layout:
+            yield name, self.flat[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+
+    def seed(self, salt: int, *, shared: bool) -> int:
+        """A seed for this place and no other: equal on all ranks if ``shared``, else this rank's own.
+
+        A function of (salt, step, parameters, rank), so there is no generator state to save and a
+        resumed run draws what the uninterrupted one would have drawn.
+        """
+        where = f"{salt}/{self.step}/{'' if shared else self.rank}/{layout_digest(self.layout)}"
+        return int.from_bytes(blake2b(where.encode(), digest_size=8).digest(), "little") >> 1
+
+    def with_flat(self, flat: Tensor) -> Bucket:
+        """This bucket with another gradient of the same size."""
+        if flat.shape != self.flat.shape:
+            raise InvalidValue(
+                f"with_flat got a tensor of shape {tuple(flat.shape)}, the bucket has "
+                f"{tuple(self.flat.shape)}; pass one of the same size"
+            )
+        return replace(self, flat=flat)
+
+
+@lru_cache(maxsize=1024)
+def layout_digest(layout: tuple[Slot, ...]) -> str:
+    text = ";".join(f"{name}{tuple(shape)}" for name, shape in layout)
+    return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,140 @@
+"""The requests a strategy may await. Nothing here communicates: whoever drives the coroutine does."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue, WrongType
+
+Payload = tuple[Tensor, ...]
+Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+Op = Literal["mean", "sum", "min", "max"]
+Scope = Literal["world", "node", "cross"]
+
+OPS = ("mean", "sum", "min", "max")
+SCOPES = ("world", "node", "cross")
+REDUCIBLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One collective, asked for and not yet performed."""
+
+    kind: Kind
+    payloads: tuple[Payload, ...]
+    """One payload; for ``all_to_all`` one per destination."""
+    op: Op | None
+    over: Scope
+
+    def __await__(self) -> Generator[Request, Any, Any]:
+        return (yield self)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for payload in self.payloads for tensor in payload)
+
+    @property
+    def elements(self) -> int:
+        return sum(stored_elements(tensor) for tensor in self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        return sum(stored_bytes(tensor) for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        what = ", ".join(
+            f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in self.tensors
+        )
+        op = f" {self.op}" if self.op else ""
+        scope = "" if self.over == "world" else f" over {self.over}"
+        return f"{self.kind}{op}({what}){scope}"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Figures for the metrics; needs no network."""
+
+    figures: dict[str, Tensor | float]
+
+    def __await__(self) -> Generator[Note, Any, None]:
+        yield self
+
+
+async def all_reduce(tensor: Tensor, *, op: Op = "mean", over: Scope = "world") -> Tensor:
+    """Combine one tensor over all ranks; the answer has its shape and dtype, bit-equal on every rank.
+
+    You give the tensor away: the answer may be written into it. A mean divides before it adds, as
+    DDP does.
+    """
+    if not isinstance(tensor, Tensor):
+        raise WrongType(f"all_reduce takes a tensor, got {type(tensor).__name__}")
+    if op not in OPS:
+        raise InvalidValue(f"op={op!r} is not known; use one of {', '.join(OPS)}")
+    if tensor.dtype not in REDUCIBLE:
+        raise InvalidValue(
+            f"all_reduce of {tensor.dtype} is not possible (8-bit integers wrap, float8, bool and "
+            "complex are refused by the backends); widen it first, or all_gather it"
+        )
+    if op == "mean" and not tensor.is_floating_point():
+        raise InvalidValue(f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide")
+    if not tensor.is_sparse:
+        tensor = tensor.contiguous()
+    return cast(Tensor, await Request("all_reduce", ((tensor,),), op, _scope(over)))
+
+
+async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload]:
+    """Every rank's payload, in rank order. Shapes and dtypes must be the same on every rank."""
+    return cast(
+        "list[Payload]",
+        await Request("all_gather", (_payload(payload, "all_gather"),), None, _scope(over)),
+    )
+
+
+async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> list[Payload]:
+    """Send ``payloads[d]`` to rank d; the answer holds what each rank sent to this one.
+
+    What goes to rank d must have the same shapes on every rank; different ranks may get different ones.
+    """
+    checked = tuple(_payload(payload, "all_to_all") for payload in payloads)
+    return cast("list[Payload]", await Request("all_to_all", checked, None, _scope(over)))
+
+
+async def note(**figures: Tensor | float) -> None:
+    """Add figures to the metrics, summed by name: ``await note(overflow=count)`` -> ``comm/overflow``."""
+    await Note(dict(figures))
+
+
+def _scope(over: Scope) -> Scope:
+    if over not in SCOPES:
+        raise InvalidValue(f"over={over!r} is not known; use one of {', '.join(SCOPES)}")
+    return over
+
+
+def _payload(payload: Payload, caller: str) -> Payload:
+    if not isinstance(payload, tuple) or not all(isinstance(part, Tensor) for part in payload):
+        raise WrongType(
+            f"{caller} carries tuples of tensors, got {type(payload).__name__}; "
+            "write (tensor,) for a single one"
+        )
+    if any(part.is_sparse for part in payload):
+        raise WrongType(f"{caller} cannot carry a sparse tensor; send its indices and values")
+    return tuple(part.contiguous() for part in payload)
+
+
+def stored_elements(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return tensor.values().numel() + tensor.indices().numel()
+    return tensor.numel()
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return stored_bytes(tensor.values()) + stored_bytes(tensor.indices())
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,105 @@
+"""The only mutable state: flat in RAM, one entry per parameter name in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue
+from .bucket import Bucket, Slot
+
+Layout = tuple[Slot, ...]
+
+
+class Memory:
+    """Tensors that outlive a step, kept by parameter name.
+
+    ``like(bucket)`` is one flat tensor with the bucket's layout, zeros at first. DDP rebuilds its
+    buckets after the first step, so a flat memory follows its parameters into a new layout by name,
+    never by position. ``get`` and ``put`` keep one tensor of any shape per name.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self._flats: dict[Layout, Tensor] = {}
+        self._homes: dict[str, Layout] = {}
+        self._single: dict[str, Tensor] = {}
+
+    def like(self, bucket: Bucket) -> Tensor:
+        """The flat memory of this bucket; write to it in place."""
+        flat = self._flats.get(bucket.layout)
+        return flat if flat is not None else self._moved_to(bucket)
+
+    def _moved_to(self, bucket: Bucket) -> Tensor:
+        flat = torch.zeros_like(bucket.flat, dtype=self.dtype or bucket.flat.dtype)
+        start = 0
+        for slot in bucket.layout:
+            old = self._take(slot)
+            if old is not None:
+                flat[start : start + slot.numel].copy_(old.reshape(-1))
+            start += slot.numel
+        for slot in bucket.layout:
+            self._homes[slot.name] = bucket.layout
+        self._flats[bucket.layout] = flat
+        living = set(self._homes.values())
+        self._flats = {layout: kept for layout, kept in self._flats.items() if layout in living}
+        return flat
+
+    def _take(self, slot: Slot) -> Tensor | None:
+        home = self._homes.get(slot.name)
+        if home is not None:
+            found = _views(home, self._flats[home])[slot.name]
+        elif slot.name in self._single:
+            found = self._single.pop(slot.name)
+        else:
+            return None
+        if found.shape != slot.shape:
+            raise InvalidValue(
+                f"the memory of {slot.name!r} has shape {tuple(found.shape)}, the parameter has "
+                f"{tuple(slot.shape)}; load the state of the same model"
+            )
+        return found
+
+    def get(self, name: str) -> Tensor | None:
+        return self._single.get(name)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        self._single[name] = tensor
+
+    def state_dict(self) -> dict[str, Tensor]:
+        saved = {name: tensor.clone() for name, tensor in self._single.items()}
+        for layout, flat in self._flats.items():
+            for name, view in _views(layout, flat).items():
+                if self._homes[name] == layout:
+                    saved[name] = view.clone()
+        return saved
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise InvalidValue(
+                    f"the memory of {name!r} is a {type(tensor).__name__}; a state holds tensors only"
+                )
+        self._flats.clear()
+        self._homes.clear()
+        self._single = {name: tensor.clone() for name, tensor in state.items()}
+
+    def __repr__(self) -> str:
+        count = len(self._single) + len(self._homes)
+        return f"Memory({count} parameters)" if count else "Memory()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Memory) and self.dtype == other.dtype  # state is no option
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
+    views, start = {}, 0
+    for slot in layout:
+        views[slot.name] = flat[start : start + slot.numel].view(slot.shape)
+        start += slot.numel
+    return views

@@ -1,0 +1,87 @@
+"""What a strategy is: a coroutine over a bucket, and a dataclass of options and state."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..errors import InvalidValue
+from .bucket import Bucket
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a strategy answers."""
+
+    mean: Tensor
+    """What every rank agreed on, bit for bit; same shape and dtype as ``bucket.flat``."""
+    sent: Callable[[], Tensor] | None = None
+    """My contribution as the others saw it, where ``bucket.feedback`` asks for it; None: nothing lost."""
+
+
+class Strategy(ABC):
+    """Decides what is sent, how it is combined, and what comes back.
+
+    Make it a dataclass. A field that has a ``state_dict`` is state, every other field is an option.
+    """
+
+    @abstractmethod
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        """Await collectives until every rank holds the same gradient."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every field that has some, recursively; empty for a strategy without."""
+        found = ((name, field.state_dict()) for name, field in stateful_fields(self))
+        return {name: state for name, state in found if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        fields = dict(stateful_fields(self))
+        if unknown := sorted(set(state) - set(fields)):
+            raise InvalidValue(
+                f"{type(self).__name__} has no state called {', '.join(unknown)}; it has "
+                f"{', '.join(fields) or 'none'}: load the state into the strategy that saved it"
+            )
+        for name, field in fields.items():
+            field.load_state_dict(state.get(name, {}))
+
+
+def options(strategy: object) -> Iterator[tuple[dataclasses.Field[Any] | None, str, Any]]:
+    """The fields of a strategy as (dataclass field or None, name, value), state included."""
+    if dataclasses.is_dataclass(strategy):
+        for field in dataclasses.fields(strategy):
+            if field.init:
+                yield field, field.name, getattr(strategy, field.name)
+    else:
+        for name, value in vars(strategy).items():
+            if not name.startswith("_"):
+                yield None, name, value
+
+
+def stateful_fields(strategy: object) -> Iterator[tuple[str, Stateful]]:
+    """Fields with state; those inside a mapping (``Route``) as ``field[key]``."""
+    for _, name, value in options(strategy):
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if isinstance(inner, Stateful):
+                    yield f"{name}[{key}]", inner
+        elif isinstance(value, Stateful):
+            yield name, value
+
+
+def parts(strategy: Strategy) -> Iterator[Strategy]:
+    """The strategy and all strategies inside it, outermost first."""
+    yield strategy
+    for _, field in stateful_fields(strategy):
+        if isinstance(field, Strategy):
+            yield from parts(field)

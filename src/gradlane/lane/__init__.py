@@ -1,0 +1,1 @@
+"""Lanes drive strategies over real process groups, in one order on every rank."""

@@ -1,0 +1,78 @@
+"""Ranks compare notes through the store: no collective, so a missing rank is an error, not a hang."""
+
+from __future__ import annotations
+
+import json
+import time
+from hashlib import sha256
+from secrets import token_hex
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import PeerLost
+
+Document = dict[str, Any]
+
+
+class Board:
+    """A place in the job's store where each rank of a group can pin a note.
+
+    Notes are JSON: nothing that comes from a peer is unpickled.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, world: int, timeout: float) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self.rank = rank
+        self.world = world
+        self.timeout = timeout
+
+    def store(self, topic: str) -> dist.Store:
+        """A corner of its own, for a group to find its addresses in."""
+        return dist.PrefixStore(topic, self._store)
+
+    def corner(self, token: str) -> Board:
+        """The same ranks on a fresh board."""
+        return Board(self.store(token), "board", self.rank, self.world, self.timeout)
+
+    def pin(self, topic: str, document: Document) -> None:
+        self._store.set(f"{topic}/{self.rank}", json.dumps(document))
+
+    def read(self, topic: str, rank: int) -> Document | None:
+        """A rank's note, or None while there is none."""
+        key = f"{topic}/{rank}"
+        if not self._store.check([key]):
+            return None
+        found: Document = json.loads(self._store.get(key))
+        return found
+
+    def agree(self, topic: str, document: Document, *, doing: str) -> tuple[str, list[Document]]:
+        """Everybody's documents, the same list on every rank, and a token that only this call has.
+
+        A store may still hold notes of an earlier life of the job (a restart, a group of the same
+        name), so a rank goes on only when all say that they have read the same: each document
+        carries a number drawn afresh, and each rank pins the digest of all it has read.
+        """
+        self.pin(topic, {**document, "nonce": token_hex(8)})
+        deadline = time.monotonic() + self.timeout
+        pause = 0.0005
+        while True:
+            found = [self.read(topic, rank) for rank in range(self.world)]
+            if None not in found:
+                digest = sha256(json.dumps(found).encode()).hexdigest()
+                self.pin(f"{topic}/read", {"digest": digest})
+                told = [self.read(f"{topic}/read", rank) for rank in range(self.world)]
+                if all(note == {"digest": digest} for note in told):
+                    return digest[:16], [note for note in found if note is not None]
+            if time.monotonic() > deadline:
+                self._give_up(doing, [rank for rank, note in enumerate(found) if note is None])
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+
+    def _give_up(self, doing: str, missing: list[int]) -> None:
+        who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+        raise PeerLost(
+            f"{doing}: {who} did not take part within {self.timeout:g} s; every rank of the model's "
+            "process group must make this call, in the same order (or raise timeout=)",
+            missing[0] if missing else None,
+        )

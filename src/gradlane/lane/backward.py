@@ -1,0 +1,42 @@
+"""How an error leaves backward with its own type while DDP stays whole.
+
+DDP turns an exception of a hook, or of its future, into one of its own and is unusable afterwards.
+So the lane completes its futures whatever happens, and the error is raised by autograd's final
+callbacks, after DDP's own has finished its book-keeping for the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from .base import Lane
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside ``backward``; DDP shadows the hook outside for joined ranks."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def settle_after_backward(lane: Lane, waited: Callable[[float], None]) -> None:
+    """At the end of this backward: wait for the lane, then raise what went wrong on it.
+
+    ``waited`` is told the seconds that backward could not hide.
+    """
+    engine = torch.autograd.Variable._execution_engine
+
+    def wait() -> None:
+        start = time.perf_counter()
+        lane.drain()
+        waited(time.perf_counter() - start)
+        # This callback was queued by the hook, before DDP's own. One queued now comes after it.
+        engine.queue_callback(complain)
+
+    def complain() -> None:
+        failure = lane.take_failure()
+        if failure is not None:
+            raise failure
+
+    engine.queue_callback(wait)

@@ -1,0 +1,110 @@
+"""DDP's buckets become ours and go on the lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.bucket import Bucket, Slot
+from ..core.collectives import all_reduce
+from ..core.events import wire_bytes
+from ..core.strategy import Reduced, Strategy
+from ..errors import WrongState
+from .backward import in_backward, settle_after_backward
+from .base import Lane, same
+from .book import Book
+
+NameOf = Callable[[int, int, Tensor], str]
+
+
+class Feed:
+    """Between one DDP model and its lane: names, steps, joined ranks, complex gradients."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        book: Book,
+        *,
+        rank: int,
+        sizes: Mapping[str, int],
+        name_of: NameOf,
+        count_active: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.lane = lane
+        self.book = book
+        self.step = 0
+        self.in_step = False
+        self._rank = rank
+        self._sizes = sizes
+        self._world = sizes["world"]
+        self._name_of = name_of
+        self._count_active = count_active
+        self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
+
+    def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
+        active = in_backward()
+        bucket = self._bucket(given, joined=not active)
+        if active and not self.in_step:
+            settle_after_backward(self.lane, self.book.waited)
+        self.in_step = not bucket.is_last
+        self.step += bucket.is_last
+        if self._count_active():
+            strategy = _MeanOfActive(strategy)
+        raw = bucket.flat.numel() * bucket.flat.element_size()
+        self.book.gradient(raw, wire_bytes("all_reduce", raw, self._world), bucket.is_last)
+        finish = torch.view_as_complex if given.buffer().is_complex() else None
+        return self.lane.submit(
+            strategy,
+            bucket,
+            finish=same if finish is None else lambda mean: finish(mean.view(-1, 2)),
+            loud=not active,  # outside of backward DDP waits for the future and shows its error
+        )
+
+    def _bucket(self, given: dist.GradBucket, *, joined: bool) -> Bucket:
+        flat = given.buffer()
+        return Bucket(
+            flat=torch.view_as_real(flat).view(-1) if flat.is_complex() else flat,
+            layout=self._layout(given, flat.is_complex()),
+            step=self.step,
+            rank=self._rank,
+            world=self._world,
+            index=given.index(),
+            is_last=given.is_last(),
+            joined=joined,
+            sizes=self._sizes,
+        )
+
+    def _layout(self, given: dist.GradBucket, is_complex: bool) -> tuple[Slot, ...]:
+        """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters."""
+        parameters = given.parameters()
+        index = given.index()
+        who = tuple(map(id, parameters))
+        known = self._layouts.get(index)
+        if known is not None and known[0] == who:
+            return known[1]
+        pair = (2,) if is_complex else ()
+        layout = tuple(
+            Slot(self._name_of(index, place, parameter), torch.Size((*parameter.shape, *pair)))
+            for place, parameter in enumerate(parameters)
+        )
+        self._layouts[index] = (who, layout)
+        return layout
+
+
+@dataclass
+class _MeanOfActive(Strategy):
+    """For ``join(divide_by_initial_world_size=False)``: a mean divides by the ranks still training."""
+
+    inner: Strategy
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        active = torch.tensor([0 if bucket.joined else 1], device=bucket.flat.device)
+        count = int(await all_reduce(active, op="sum"))
+        if count == 0:
+            raise WrongState("no rank is still training; leave the join() context")
+        return await self.inner.reduce(replace(bucket, sizes={**bucket.sizes, "world": count}))

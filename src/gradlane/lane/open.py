@@ -1,0 +1,124 @@
+"""Choose and open the lane for a process group."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidValue, RanksDisagree, WrongState
+from .agree import Board, Document
+from .base import Lane, Listener
+from .peers import Peers
+from .stream import StreamLane
+from .thread import ThreadLane
+
+HOST_BACKENDS = ("gloo", "mpi")
+STREAM_BACKENDS = ("nccl", "xccl", "fake")
+
+_opened: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # lanes opened so far, by group
+
+
+@dataclass(frozen=True)
+class Opened:
+    lane: Lane
+    board: Board
+    rank: int
+    sizes: dict[str, int]
+
+
+def open_lane(
+    group: Any,
+    device: torch.device,
+    listener: Listener,
+    must_agree: Document,
+    *,
+    parameters: list[str],
+    timeout: float,
+    ranks_per_node: int | None = None,
+    doing: str,
+) -> Opened:
+    """Compare ``must_agree`` and ``parameters`` over all ranks of the group; refuse on all ranks if
+    they differ, else connect."""
+    if not timeout > 0:
+        raise InvalidValue(f"timeout={timeout:g} leaves no time; use seconds above 0, 120 by default")
+    backend = backend_of(group, device)
+    if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
+        return _on_stream(group, device, listener, None)
+    serial = _opened[group] = _opened.get(group, 0) + 1
+    board = Board(_store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
+    must_agree = {**must_agree, "parameters": _digest(parameters)}
+    token, told = board.agree("open", {**must_agree, "host": socket.gethostname()}, doing=doing)
+    board = board.corner(token)
+    if len({note["parameters"] for note in told}) > 1:  # only now is the long list worth sending
+        _, told = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)
+    refuse_differences(told, tuple(must_agree), doing)
+    if backend in STREAM_BACKENDS:
+        return _on_stream(group, device, listener, board)
+    peers = Peers(board, [note["host"] for note in told], backend=backend, ranks_per_node=ranks_per_node)
+    peers.group("world", 0)
+    lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
+    return Opened(lane, board, peers.rank, peers.sizes())
+
+
+def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board | None) -> Opened:
+    board = board or Board(dist.HashStore(), "alone", 0, 1, 1.0)
+    return Opened(StreamLane(group, device, listener), board, group.rank(), {"world": group.size()})
+
+
+def refuse_differences(told: list[Document], fields: tuple[str, ...], doing: str) -> None:
+    """Raise on every rank, naming the first field in which a rank differs from rank 0."""
+    for field in fields:
+        for rank, note in enumerate(told):
+            if note.get(field) != told[0].get(field):
+                theirs, own = first_difference(told[0].get(field), note.get(field))
+                raise RanksDisagree(
+                    f"{doing}: the ranks differ in {field}: rank 0 has {theirs}, rank {rank} has {own}; "
+                    "make it the same on every rank"
+                )
+
+
+def _digest(lines: list[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def first_difference(a: object, b: object) -> tuple[str, str]:
+    if isinstance(a, list) and isinstance(b, list):
+        for x, y in zip(a, b, strict=False):
+            if x != y:
+                return str(x), str(y)
+        return f"{len(a)} entries", f"{len(b)} entries"
+    return str(a), str(b)
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """The backend that serves this device; says what to use instead where none fits."""
+    config = str(dist.get_backend_config(group))
+    served = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
+    backend = served.get(device.type, config)
+    if backend in HOST_BACKENDS and device.type != "cpu":
+        raise InvalidValue(
+            f"the model is on {device.type}, its process group on {backend}; "
+            "use init_process_group('nccl') for a model on CUDA"
+        )
+    if backend not in HOST_BACKENDS + STREAM_BACKENDS:
+        raise InvalidValue(
+            f"backend {backend!r} is not known; gradlane runs on {', '.join(HOST_BACKENDS + STREAM_BACKENDS)}"
+        )
+    return backend
+
+
+def _store_of(group: Any) -> dist.Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()  # type: ignore[no-any-return]
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        return c10d._get_process_group_store(group)  # torch before 2.7
+    except KeyError:
+        raise WrongState("the process group was destroyed; init it again before attach") from None

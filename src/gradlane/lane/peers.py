@@ -1,0 +1,187 @@
+"""This rank's connections to the others: groups of the lane's own, formed and given up together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..core.collectives import Scope
+from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
+from .agree import Board, Document
+
+GRACE = 2.0  # seconds to wait for the others' reports once a connection broke
+
+
+class Peers:
+    """The ranks of one DDP model as its lane sees them.
+
+    The lane has groups of its own, so that its collectives never meet DDP's in one queue, and so that
+    a rank which fails can let go of them: its peers notice at once, all report through the store, and
+    the next step forms new ones.
+    """
+
+    def __init__(
+        self, board: Board, hosts: list[str], *, backend: str, ranks_per_node: int | None = None
+    ) -> None:
+        self._board = board
+        self.rank = board.rank
+        self.world = board.world
+        self.timeout = board.timeout
+        self._backend = backend
+        self._nodes = _nodes(hosts, ranks_per_node)
+        self._groups: dict[str, Any] = {}
+        self._life = 0  # how often the groups were given up
+        self._token = "first"  # where this life's groups find their addresses
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks in each scope this rank is in; "cross" only where all nodes are equally large."""
+        mine = next(node for node in self._nodes if self.rank in node)
+        sizes = {"world": self.world, "node": len(mine)}
+        if len({len(node) for node in self._nodes}) == 1:
+            sizes["cross"] = len(self._nodes)
+        return sizes
+
+    def group(self, over: Scope, step: int) -> Any:
+        """The group of a scope; formed when it is first asked for, at the same request on all ranks."""
+        if not self._groups:
+            self._meet(step)
+        if over not in self._groups:
+            self._groups[over] = self._formed(over)
+        return self._groups[over]
+
+    def _meet(self, step: int) -> None:
+        """After a failure: be sure that all ranks come from the same step, then form new groups."""
+        if self._life:
+            topic = f"life{self._life}"
+            self._token, told = self._board.agree(
+                topic, {"step": step}, doing="after a failure, forming new connections"
+            )
+            steps = {rank: note["step"] for rank, note in enumerate(told)}
+            if len(set(steps.values())) > 1:
+                raise RanksDisagree(
+                    f"the ranks failed in different steps ({steps}), so their weights differ; "
+                    "restart from a checkpoint"
+                )
+        self._groups["world"] = self._formed("world")
+
+    def _formed(self, over: Scope) -> Any:
+        members = self._members(over)
+        store = self._board.store(f"{self._token}/{over}/{members[0]}")
+        return _connected(store, members.index(self.rank), members, self.timeout, self._backend)
+
+    def _members(self, over: Scope) -> list[int]:
+        if over == "world":
+            return list(range(self.world))
+        mine = next(node for node in self._nodes if self.rank in node)
+        if over == "node":
+            return mine
+        if len({len(node) for node in self._nodes}) > 1:
+            counts = [len(node) for node in self._nodes]
+            raise InvalidValue(
+                f"over='cross' needs nodes of equal size, these have {counts} ranks; use over='world'"
+            )
+        return [node[mine.index(self.rank)] for node in self._nodes]
+
+    def report(self, where: str, error: BaseException, *, raised: bool) -> None:
+        """Tell the others why this rank gives up; they look there when their connection breaks."""
+        told = {"where": where, "raised": raised, "type": type(error).__name__, "message": str(error)[:2000]}
+        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
+            self._board.pin(f"life{self._life}/failed", told)
+
+    def diagnose(self, where: str, error: BaseException) -> PeerFailed:
+        """Why a connection broke: a peer that raised, a peer that is silent, or just the network."""
+        deadline = time.monotonic() + GRACE
+        told: dict[int, Document] = {}
+        while time.monotonic() < deadline and len(told) < self.world - 1:
+            try:
+                told |= self._reports()
+            except Exception as lost:  # noqa: BLE001  any error of any store means the same here
+                return PeerLost(
+                    f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)})"
+                )
+            for rank, report in told.items():
+                if report["raised"]:
+                    return PeerFailed(
+                        f"{where}: rank {rank} raised {report['type']}: {report['message']} "
+                        f"[in {report['where']}]",
+                        rank,
+                    )
+            time.sleep(0.02)
+        silent = [rank for rank in range(self.world) if rank != self.rank and rank not in told]
+        if silent:
+            who = ", ".join(map(str, silent))
+            return PeerLost(
+                f"{where}: rank {who} is gone or did not answer within {self.timeout:g} s ({_brief(error)}); "
+                "if it was only slow, raise timeout=",
+                silent[0],
+            )
+        return PeerFailed(f"{where}: the connection broke although all ranks are alive ({_brief(error)})")
+
+    def _reports(self) -> dict[int, Document]:
+        found = {
+            rank: self._board.read(f"life{self._life}/failed", rank)
+            for rank in range(self.world)
+            if rank != self.rank
+        }
+        return {rank: report for rank, report in found.items() if report is not None}
+
+    def give_up(self) -> None:
+        """Drop the groups: peers that wait for this rank fail now. The next request forms new ones."""
+        if not self._groups:
+            return  # there were none: all ranks will try again in the same life
+        self.abort()  # not left to the last reference: a traceback may hold one
+        self._drop()
+        self._life += 1
+
+    def abort(self) -> None:
+        """Close the connections now: whoever waits on them, here or on a peer, gets an error."""
+        for group in list(self._groups.values()):
+            with contextlib.suppress(Exception):
+                group.abort()
+
+    def close(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._groups:
+            # Gloo's workers need the GIL to release what they have just finished, and the group's
+            # destructor joins them while it holds the GIL: let them finish first.
+            time.sleep(0.005)
+        for group in self._groups.values():
+            if self._backend == "mpi":
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
+    world = len(hosts)
+    if ranks_per_node is not None:
+        if ranks_per_node < 1 or world % ranks_per_node:
+            raise InvalidValue(f"ranks_per_node={ranks_per_node} does not divide the {world} ranks")
+        return [list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)]
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    return list(nodes.values())
+
+
+def _connected(store: dist.Store, rank: int, members: list[int], timeout: float, backend: str) -> Any:
+    if backend == "mpi":  # knows no stores; works where the model spans all ranks
+        return dist.new_group(members, backend="mpi")
+    try:
+        return dist.ProcessGroupGloo(store, rank, len(members), timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise PeerLost(
+            f"the lane could not connect its ranks {members}: {_brief(error)}; check that they reach "
+            f"each other (GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')})"
+        ) from error
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error).split("] ", 1)[-1]
+    return text.split(". This is", 1)[0].split("\n", 1)[0][:300] or type(error).__name__

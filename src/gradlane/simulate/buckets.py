@@ -1,0 +1,60 @@
+"""Gradients by name, packed into buckets as DDP would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..core.bucket import Slot
+from ..errors import InvalidValue, WrongType
+
+Shape = Iterable[int]
+
+
+def slots_of(shapes: Mapping[str, Shape] | nn.Module) -> tuple[Slot, ...]:
+    """Parameters by name from ``{name: shape}`` or from a module (those that get a gradient)."""
+    if isinstance(shapes, nn.Module):
+        pairs = ((n, p.shape) for n, p in shapes.named_parameters() if p.requires_grad)
+        return tuple(Slot(name, torch.Size(shape)) for name, shape in pairs)
+    if not isinstance(shapes, Mapping):
+        raise WrongType(f"shapes is a {type(shapes).__name__}; give {{name: shape}} or a module")
+    return tuple(
+        Slot(name, torch.Size([shape] if isinstance(shape, int) else list(shape)))
+        for name, shape in shapes.items()
+    )
+
+
+def split(slots: Iterable[tuple[Slot, torch.dtype]], bucket_bytes: int | None) -> list[tuple[Slot, ...]]:
+    """Parameters in the order given, cut into buckets of one dtype and at most ``bucket_bytes``.
+
+    One parameter that is larger has a bucket to itself. None: no limit.
+    """
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise InvalidValue(f"bucket_bytes={bucket_bytes} holds nothing; use a positive number or None")
+    buckets: list[list[Slot]] = []
+    filled, current = 0, None
+    for slot, dtype in slots:
+        size = slot.numel * dtype.itemsize
+        full = bucket_bytes is not None and filled + size > bucket_bytes
+        if not buckets or dtype != current or full:
+            buckets.append([])
+            filled, current = 0, dtype
+        buckets[-1].append(slot)
+        filled += size
+    return [tuple(bucket) for bucket in buckets]
+
+
+def flattened(gradients: Mapping[str, Tensor], layout: tuple[Slot, ...]) -> Tensor:
+    return torch.cat([gradients[slot.name].reshape(-1) for slot in layout])
+
+
+def scope_sizes(world: int, node_size: int | None) -> dict[str, int]:
+    """How many ranks are in each scope; without a node size all ranks are one node."""
+    node = world if node_size is None else node_size
+    if world < 1:
+        raise InvalidValue(f"world={world} has no ranks; use 1 or more")
+    if node < 1 or world % node:
+        raise InvalidValue(f"node_size={node} does not divide world={world}; nodes must be equal")
+    return {"world": world, "node": node, "cross": world // node}

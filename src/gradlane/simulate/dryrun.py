@@ -1,0 +1,128 @@
+"""The same strategy on meta tensors: what a step costs, without a number being computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..core.bucket import Bucket
+from ..core.collectives import Note, Payload, Request
+from ..core.events import Event
+from ..core.running import Running
+from ..core.strategy import Strategy
+from ..errors import InvalidValue, WrongType
+from ..strategies.text import parse
+from .buckets import Shape, scope_sizes, slots_of, split
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank asks for in one step."""
+
+    events: tuple[Event, ...]
+    raw_bytes: int
+    """The gradient itself."""
+
+    @property
+    def collectives(self) -> int:
+        return len(self.events)
+
+    @property
+    def payload_elements(self) -> int:
+        return sum(event.payload_elements for event in self.events)
+
+    @property
+    def payload_bytes(self) -> int:
+        """What one rank hands to the collectives."""
+        return sum(event.payload_bytes for event in self.events)
+
+    @property
+    def wire_bytes(self) -> int:
+        """What one rank puts on the link, by the collective's algorithm."""
+        return sum(event.wire_bytes for event in self.events)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.collectives} collectives, {self.payload_elements:,} elements, "
+            f"{self.payload_bytes:,} bytes of payload, {self.wire_bytes:,} bytes on the wire"
+        )
+
+
+def dry_run(
+    strategy: Strategy | str,
+    shapes: Mapping[str, Shape] | nn.Module,
+    *,
+    world: int,
+    step: int = 0,
+    dtype: torch.dtype = torch.float32,
+    bucket_bytes: int | None = None,
+    node_size: int | None = None,
+) -> Trace:
+    """Price one step of a strategy for one rank of ``world``.
+
+    ``shapes`` is ``{name: shape}`` or a module. ``step`` matters to schedules: a strategy may send
+    something else after its warm-up. The strategy itself is not touched.
+    """
+    if isinstance(strategy, str):
+        strategy = parse(strategy)
+    if not isinstance(strategy, Strategy):
+        raise WrongType(f"dry_run takes a strategy, got {type(strategy).__name__}")
+    if step < 0:
+        raise InvalidValue(f"step={step} is before the first; use 0 or more")
+    strategy = copy.deepcopy(strategy)
+    sizes = scope_sizes(world, node_size)
+    layouts = split(((slot, dtype) for slot in slots_of(shapes)), bucket_bytes)
+    events: list[Event] = []
+    raw_bytes = 0
+    for index, layout in enumerate(layouts):
+        flat = torch.empty(sum(slot.numel for slot in layout), dtype=dtype, device="meta")
+        raw_bytes += flat.numel() * flat.element_size()
+        bucket = Bucket(
+            flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
+            is_last=index == len(layouts) - 1, sizes=sizes,
+        )  # fmt: skip
+        events += _traced(Running(strategy, bucket, _ignore), sizes)
+    return Trace(tuple(events), raw_bytes)
+
+
+@torch.no_grad()
+def _traced(running: Running, sizes: Mapping[str, int]) -> list[Event]:
+    events: list[Event] = []
+    try:
+        request = running.resume()
+        while request is not None:
+            events.append(Event.of(request, running.bucket, running.phase, sizes[request.over]))
+            request = running.resume(_answer(request, sizes[request.over]))
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise InvalidValue(
+            f"{running.where()}: the strategy looks at numbers, a dry run has none ({error}); "
+            "decide by shapes, or skip the decision where flat.device.type == 'meta'"
+        ) from error
+    return events
+
+
+def _answer(request: Request, size: int) -> object:
+    if request.kind == "all_reduce":
+        return request.payloads[0][0]
+    if request.kind == "all_gather":
+        return [_like(request.payloads[0]) for _ in range(size)]
+    if len(request.payloads) != size:
+        raise InvalidValue(
+            f"all_to_all over {request.over} needs one payload for each of {size} ranks, "
+            f"got {len(request.payloads)}"
+        )
+    return [_like(request.payloads[0]) for _ in range(size)]
+
+
+def _like(payload: Payload) -> Payload:
+    return tuple(torch.empty_like(part) for part in payload)
+
+
+def _ignore(bucket: Bucket, note: Note) -> None:
+    """Figures need numbers."""

@@ -1,0 +1,156 @@
+"""n ranks in one process, in lock-step: a deadlock is an error here, not a hang."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from ..core.bucket import Bucket, Slot
+from ..core.collectives import Note
+from ..core.events import Event
+from ..core.running import Running
+from ..core.strategy import Strategy
+from ..errors import InvalidValue, RanksDisagree, WrongType
+from ..strategies.text import parse
+from .buckets import flattened, scope_sizes, split
+from .exchange import exchange
+
+Gradients = Mapping[str, Tensor]
+
+
+class Simulation:
+    """Runs a strategy on ``world`` simulated ranks; each has its own copy, and so its own memory.
+
+    ``strategy`` is one strategy (or its text) for all ranks, or a list with one per rank.
+    ``bucket_bytes`` cuts the gradients into buckets as DDP does; without it there is one per dtype.
+    ``node_size`` says how many ranks share a node, for ``over="node"`` and ``over="cross"``.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy | str | Sequence[Strategy],
+        world: int | None = None,
+        *,
+        bucket_bytes: int | None = None,
+        node_size: int | None = None,
+    ) -> None:
+        self.strategies = _one_each(strategy, world)
+        self.world = len(self.strategies)
+        self.bucket_bytes = bucket_bytes
+        self.sizes = scope_sizes(self.world, node_size)
+        self.steps = 0
+        self.events: list[Event] = []
+        """Every request of rank 0, with its bytes."""
+        self.figures: dict[str, float] = {}
+        """What strategies noted (``overflow``, ...), summed over ranks and steps."""
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Gradients]) -> list[dict[str, Tensor]]:
+        """Reduce one ``{name: gradient}`` per rank; the gradients given are left as they were."""
+        slots = self._checked(gradients)
+        answers: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
+        layouts = _layouts(slots, gradients[0], self.bucket_bytes)
+        for index, layout in enumerate(layouts):
+            buckets = [self._bucket(g, layout, index, len(layouts), r) for r, g in enumerate(gradients)]
+            means = self._reduce(buckets)
+            for answer, bucket, mean in zip(answers, buckets, means, strict=True):
+                answer.update(bucket.with_flat(mean).named())
+        self.steps += 1
+        return [{name: answer[name] for name in gradients[0]} for answer in answers]
+
+    def _checked(self, gradients: Sequence[Gradients]) -> list[Slot]:
+        if len(gradients) != self.world:
+            raise InvalidValue(
+                f"got gradients of {len(gradients)} ranks for world={self.world}; give one dict per rank"
+            )
+        told = [[(name, grad.shape, grad.dtype) for name, grad in g.items()] for g in gradients]
+        for rank, mine in enumerate(told):
+            if mine != told[0]:
+                theirs, own = next((a, b) for a, b in zip_longest(told[0], mine) if a != b)
+                raise RanksDisagree(f"rank 0 gives {theirs}, rank {rank} gives {own}")
+        return [Slot(name, grad.shape) for name, grad in gradients[0].items()]
+
+    def _bucket(
+        self, grads: Gradients, layout: tuple[Slot, ...], index: int, count: int, rank: int
+    ) -> Bucket:
+        sparse = grads[layout[0].name].is_sparse
+        flat = grads[layout[0].name].clone() if sparse else flattened(grads, layout)
+        return Bucket(
+            flat=flat, layout=layout, step=self.steps, rank=rank, world=self.world, index=index,
+            is_last=index == count - 1, sizes=self.sizes,
+        )  # fmt: skip
+
+    def _reduce(self, buckets: list[Bucket]) -> list[Tensor]:
+        ranks = [Running(s, b, self._take_note) for s, b in zip(self.strategies, buckets, strict=True)]
+        answers: list[object] = [None] * self.world
+        try:
+            while True:
+                requests = [rank.resume(answer) for rank, answer in zip(ranks, answers, strict=True)]
+                if all(request is None for request in requests):
+                    return [rank.reduced.mean for rank in ranks if rank.reduced]
+                answers = self._exchanged(ranks)
+        finally:
+            for rank in ranks:
+                rank.close()
+
+    def _exchanged(self, ranks: list[Running]) -> list[object]:
+        done = [rank.bucket.rank for rank in ranks if rank.reduced]
+        first = next(rank for rank in ranks if not rank.reduced)
+        if done:
+            raise RanksDisagree(
+                f"step {first.bucket.step}, bucket {first.bucket.index}: rank {first.bucket.rank} asks "
+                f"for {first.request}, rank {done[0]} has finished; on a network this would hang"
+            )
+        assert first.request is not None
+        over = first.request.over
+        answers: list[object] = [None] * self.world
+        for members in self._members(over):
+            asked = [ranks[member].request for member in members]
+            replies = exchange([r for r in asked if r], [ranks[member].bucket for member in members])
+            for member, reply in zip(members, replies, strict=True):
+                answers[member] = reply
+        self.events.append(Event.of(first.request, first.bucket, first.phase, self.sizes[over]))
+        return answers
+
+    def _members(self, over: str) -> Iterator[range]:
+        node = self.sizes["node"]
+        if over == "world":
+            yield range(self.world)
+        elif over == "node":
+            yield from (range(start, start + node) for start in range(0, self.world, node))
+        else:
+            yield from (range(start, self.world, node) for start in range(node))
+
+    def _take_note(self, bucket: Bucket, note: Note) -> None:
+        for name, value in note.figures.items():
+            self.figures[name] = self.figures.get(name, 0.0) + float(value)
+
+
+def _one_each(strategy: Strategy | str | Sequence[Strategy], world: int | None) -> list[Strategy]:
+    if isinstance(strategy, str):
+        strategy = parse(strategy)
+    if isinstance(strategy, Strategy):
+        if world is None:
+            raise InvalidValue("world is missing; write Simulation(strategy, world=4)")
+        if world < 1:
+            raise InvalidValue(f"world={world} has no ranks; use 1 or more")
+        return [copy.deepcopy(strategy) for _ in range(world)]
+    strategies = list(strategy) if isinstance(strategy, Sequence) else []
+    if not strategies or not all(isinstance(part, Strategy) for part in strategies):
+        raise WrongType(f"Simulation takes a strategy or one per rank, got {type(strategy).__name__}")
+    if world is not None and world != len(strategies):
+        raise InvalidValue(f"world={world}, but {len(strategies)} strategies; leave world out")
+    return strategies
+
+
+def _layouts(slots: list[Slot], grads: Gradients, limit: int | None) -> list[tuple[Slot, ...]]:
+    """Dense gradients together, each sparse one in a bucket of its own, as DDP has them."""
+    dense = [(slot, grads[slot.name].dtype) for slot in slots if not grads[slot.name].is_sparse]
+    if limit is None:  # one bucket per dtype
+        order = list(dict.fromkeys(dtype for _, dtype in dense))
+        dense.sort(key=lambda pair: order.index(pair[1]))
+    return split(dense, limit) + [(slot,) for slot in slots if grads[slot.name].is_sparse]

@@ -1,0 +1,1 @@
+"""Every built-in strategy is an expression of a few small parts."""

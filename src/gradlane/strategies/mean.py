@@ -1,0 +1,28 @@
+"""The two simplest: the mean that DDP takes by itself, and nothing at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.bucket import Bucket
+from ..core.collectives import all_reduce
+from ..core.strategy import Reduced, Strategy
+
+
+@dataclass
+class Mean(Strategy):
+    """The mean over all ranks by one all-reduce per bucket: what DDP does without a hook."""
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        return Reduced(await all_reduce(bucket.flat))
+
+
+@dataclass
+class Noop(Strategy):
+    """No communication: every rank keeps its own gradient, so replicas drift apart.
+
+    For measuring compute alone, or where something else (a local-SGD outer loop) synchronises.
+    """
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        return Reduced(bucket.flat)

@@ -1,0 +1,106 @@
+"""Different strategies for different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..core.bucket import Bucket, Slot
+from ..core.strategy import Reduced, Strategy
+from ..errors import WrongType
+from .mean import Mean
+
+OTHERWISE = ""
+
+
+@dataclass
+class Route(Strategy):
+    """The first pattern that matches a parameter's name chooses its strategy, else ``otherwise``.
+
+    Patterns are shell-like: ``Route({"embed.*": Mean(), "*.bias": Mean()}, otherwise=...)``. The
+    parts of a bucket go one after the other, in the order of the patterns, ``otherwise`` last.
+    """
+
+    rules: Mapping[str, Strategy]
+    otherwise: Strategy = field(default_factory=Mean)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, Mapping):
+            raise WrongType(
+                f"rules is a {type(self.rules).__name__}; write Route({{'embed.*': Mean()}}, ...)"
+            )
+        for pattern, strategy in {**self.rules, "otherwise": self.otherwise}.items():
+            if not isinstance(pattern, str) or not isinstance(strategy, Strategy):
+                raise WrongType(
+                    f"{pattern!r} leads to a {type(strategy).__name__}; a route leads from a name "
+                    "pattern to a strategy"
+                )
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        shares = _shares(tuple(self.rules), bucket.layout)
+        if len(shares) == 1:  # the usual case, and the only one for a sparse gradient
+            return await self._strategy(next(iter(shares))).reduce(bucket)
+        gave_sent: list[tuple[list[slice], Callable[[], Tensor] | None, Tensor]] = []
+        for pattern, (places, layout) in shares.items():
+            part = replace(bucket, flat=_gathered(bucket.flat, places), layout=layout)
+            mine = part.flat.clone() if bucket.feedback else part.flat
+            reduced = await self._strategy(pattern).reduce(part)
+            _scattered(reduced.mean, places, into=bucket.flat)
+            gave_sent.append((places, reduced.sent, mine))
+        if not any(sent for _, sent, _ in gave_sent):
+            return Reduced(bucket.flat)
+
+        def sent() -> Tensor:
+            whole = torch.empty_like(bucket.flat)
+            for places, part_sent, mine in gave_sent:
+                _scattered(part_sent() if part_sent else mine, places, into=whole)
+            return whole
+
+        return Reduced(bucket.flat, sent=sent)
+
+    def _strategy(self, pattern: str) -> Strategy:
+        return self.otherwise if pattern == OTHERWISE else self.rules[pattern]
+
+    def unmatched(self, names: tuple[str, ...]) -> list[str]:
+        """Patterns that no parameter has: most likely a slip of the pen."""
+        return [p for p in self.rules if not any(fnmatchcase(name, p) for name in names)]
+
+
+Shares = dict[str, tuple[list[slice], tuple[Slot, ...]]]
+
+
+@lru_cache(maxsize=1024)
+def _shares(patterns: tuple[str, ...], layout: tuple[Slot, ...]) -> Shares:
+    """Which places of the flat gradient belong to which pattern; neighbours are joined."""
+    found: Shares = {pattern: ([], ()) for pattern in (*patterns, OTHERWISE)}
+    start = 0
+    for slot in layout:
+        chosen = next((p for p in patterns if fnmatchcase(slot.name, p)), OTHERWISE)
+        places, slots = found[chosen]
+        if places and places[-1].stop == start:
+            places[-1] = slice(places[-1].start, start + slot.numel)
+        else:
+            places.append(slice(start, start + slot.numel))
+        found[chosen] = (places, (*slots, slot))
+        start += slot.numel
+    return {pattern: share for pattern, share in found.items() if share[1]}
+
+
+def _gathered(flat: Tensor, places: list[slice]) -> Tensor:
+    """A view where the places are one run, else a copy."""
+    if len(places) == 1:
+        return flat[places[0]]
+    return torch.cat([flat[place] for place in places])
+
+
+def _scattered(part: Tensor, places: list[slice], *, into: Tensor) -> None:
+    start = 0
+    for place in places:
+        size = place.stop - place.start
+        into[place].copy_(part[start : start + size])
+        start += size

@@ -1,0 +1,32 @@
+"""One strategy first, another later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.bucket import Bucket
+from ..core.strategy import Reduced, Strategy
+from ..errors import InvalidValue, WrongType
+from .mean import Mean
+
+
+@dataclass
+class After(Strategy):
+    """``first`` for the steps 0 to ``step`` - 1, ``then`` from ``step`` on."""
+
+    step: int
+    then: Strategy
+    first: Strategy = field(default_factory=Mean)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, bool) or not isinstance(self.step, int):
+            raise WrongType(f"step is a {type(self.step).__name__}; it is a whole number of steps")
+        if self.step < 0:
+            raise InvalidValue(f"step={self.step} is before the first; use 0 or more")
+        for name in ("then", "first"):
+            if not isinstance(getattr(self, name), Strategy):
+                raise WrongType(f"{name} is a {type(getattr(self, name)).__name__}; it must be a strategy")
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        chosen = self.first if bucket.step < self.step else self.then
+        return await chosen.reduce(bucket)
