@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket, Slot
-from ..core.collectives import all_reduce
+from ..core.collectives import Request, all_reduce
 from ..core.events import wire_bytes
+from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from .backward import in_backward, settle_after_backward
@@ -107,4 +108,11 @@ class _MeanOfActive(Strategy):
         count = int(await all_reduce(active, op="sum"))
         if count == 0:
             raise WrongState("no rank is still training; leave the join() context")
-        return await self.inner.reduce(replace(bucket, sizes={**bucket.sizes, "world": count}))
+
+        async def answer(request: Request) -> object:
+            if request.op != "mean" or request.over != "world":
+                return await request
+            return await all_reduce(request.payloads[0][0].div_(count), op="sum")
+
+        inner = self.inner.reduce(replace(bucket, sizes={**bucket.sizes, "world": count}))
+        return await intercept(inner, answer)

@@ -23,6 +23,8 @@ def payload_of(message: Tensor, like: Payload) -> Payload:
     for place in _order(like):
         size = like[place].numel() * like[place].element_size()
         row = message[start : start + size]
+        if row.storage_offset() % like[place].element_size():  # a message in the middle of a buffer
+            row = row.clone()
         parts[place] = row.view(like[place].dtype).view(like[place].shape)
         start += size
     return tuple(parts[place] for place in range(len(like)))

@@ -139,7 +139,7 @@ def _one_each(strategy: Strategy | str | Sequence[Strategy], world: int | None) 
         if world < 1:
             raise InvalidValue(f"world={world} has no ranks; use 1 or more")
         return [copy.deepcopy(strategy) for _ in range(world)]
-    strategies = list(strategy) if isinstance(strategy, Sequence) else []
+    strategies: list[Strategy] = list(strategy) if isinstance(strategy, Sequence) else []  # type: ignore[arg-type]
     if not strategies or not all(isinstance(part, Strategy) for part in strategies):
         raise WrongType(f"Simulation takes a strategy or one per rank, got {type(strategy).__name__}")
     if world is not None and world != len(strategies):

@@ -25,7 +25,7 @@ class After(Strategy):
             raise InvalidValue(f"step={self.step} is before the first; use 0 or more")
         for name in ("then", "first"):
             if not isinstance(getattr(self, name), Strategy):
-                raise WrongType(f"{name} is a {type(getattr(self, name)).__name__}; it must be a strategy")
+                raise WrongType(f"{name}={getattr(self, name)!r} is not a strategy; write Mean(), say")
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         chosen = self.first if bucket.step < self.step else self.then

@@ -52,7 +52,7 @@ class WeightedMean(Strategy):
         message = torch.empty(flat.numel() + 1, dtype=dtype, device=flat.device)
         # Not weight * nan: what a rank that does not count holds must not reach the others.
         if weight:
-            torch.mul(flat, weight, out=message[:-1])
+            message[:-1].copy_(flat).mul_(weight)
         else:
             message[:-1].zero_()
         message[-1] = weight

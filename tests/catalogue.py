@@ -1,0 +1,86 @@
+"""Every strategy, in one list: each law test runs over all of it. A new strategy adds a line here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import gradlane as gl
+
+
+@dataclass
+class MajorityVote(gl.Strategy):
+    """signSGD with majority vote (Bernstein et al., 2018): a strategy as a user would write it."""
+
+    step_size: float = 1e-3
+
+    async def reduce(self, bucket: gl.Bucket) -> gl.Reduced:
+        votes = await gl.all_reduce(bucket.flat.sign().half(), op="sum")
+        return gl.Reduced(votes.sign().to(bucket.flat.dtype) * self.step_size)
+
+
+@dataclass
+class GatheredMean(gl.Strategy):
+    """The mean by an all-gather of two tensors of different width."""
+
+    async def reduce(self, bucket: gl.Bucket) -> gl.Reduced:
+        flat = bucket.flat
+        half = flat.numel() // 2
+        everyone = await gl.all_gather((flat[half:].clone(), flat[:half].double()))
+        mean = torch.stack([torch.cat([low.to(flat.dtype), high]) for high, low in everyone]).mean(0)
+        return gl.Reduced(mean)
+
+
+@dataclass
+class ShardedMean(gl.Strategy):
+    """The mean by an all-to-all of uneven shards and an all-gather: two phases."""
+
+    async def reduce(self, bucket: gl.Bucket) -> gl.Reduced:
+        size = -(-bucket.flat.numel() // bucket.world)
+        padded = torch.zeros(size * bucket.world, dtype=bucket.flat.dtype, device=bucket.flat.device)
+        padded[: bucket.flat.numel()] = bucket.flat
+        mine = await gl.all_to_all([(shard,) for shard in padded.view(bucket.world, size)])
+        total = torch.stack([shard for (shard,) in mine]).mean(0)
+        whole = torch.cat([shard for (shard,) in await gl.all_gather((total,))])
+        return gl.Reduced(whole[: bucket.flat.numel()])
+
+
+@dataclass
+class NodeFirst(gl.Strategy):
+    """A mean within each node, then across the nodes."""
+
+    async def reduce(self, bucket: gl.Bucket) -> gl.Reduced:
+        flat = await gl.all_reduce(bucket.flat, over="node")
+        return gl.Reduced(await gl.all_reduce(flat, over="cross"))
+
+
+@gl.strategy_from
+async def largest(bucket):
+    return await gl.all_reduce(bucket.flat, op="max")
+
+
+def weight_of_rank(bucket: gl.Bucket) -> float:
+    return 1.0 + bucket.rank
+
+
+STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
+    "mean": gl.Mean,
+    "fp16": lambda: gl.Cast(gl.Mean(), torch.float16),
+    "bf16": lambda: gl.Cast(gl.Mean(), torch.bfloat16),
+    "weighted": lambda: gl.WeightedMean(weight_of_rank),
+    "weighted bf16": lambda: gl.Cast(gl.WeightedMean(weight_of_rank), torch.bfloat16),
+    "after": lambda: gl.After(2, then=gl.Cast(gl.Mean(), torch.bfloat16)),
+    "route": lambda: gl.Route(
+        {"*.bias": gl.Mean(), "a.*": gl.Cast(gl.Mean(), torch.float16)}, MajorityVote()
+    ),
+    "function": lambda: largest,
+    "vote": MajorityVote,
+    "gathered": GatheredMean,
+    "gathered bf16": lambda: gl.Cast(GatheredMean(), torch.bfloat16),
+    "sharded": ShardedMean,
+    "node first": NodeFirst,
+}
+"""``Noop`` is not among them: it is the one strategy that leaves replicas different."""
+
+MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first")
+"""Those that aim at the plain mean."""

@@ -1,0 +1,189 @@
+"""A rank that raises, dies or stalls: every rank hears of it within the step, and training goes on."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradlane as gl
+from gradlane.local import RankFailed, run_ranks
+
+from ..training import build, data, flat, replicas_equal
+
+SMALL = {"bucket_cap_mb": 0.004}
+
+
+class Broken(Exception):
+    """An error of the strategy's own, so that its type can be told from all others."""
+
+
+@dataclass
+class Fails(gl.Strategy):
+    """Raises on one rank, in one step and bucket, before, between or after its collectives."""
+
+    rank: int
+    step: int
+    bucket: int
+    phase: int
+
+    async def reduce(self, bucket):
+        self.check(bucket, 0)
+        total = await gl.all_reduce(bucket.flat, op="sum")
+        self.check(bucket, 1)
+        (scale,), *_ = await gl.all_gather((torch.full((1,), float(bucket.world)),))
+        self.check(bucket, 2)
+        return gl.Reduced(total / scale)
+
+    def check(self, bucket, phase):
+        here = (bucket.rank, bucket.step, bucket.index if self.bucket >= 0 else -bucket.is_last, phase)
+        if here == (self.rank, self.step, self.bucket, self.phase):
+            raise Broken(f"on purpose in phase {phase}")
+
+
+def fail_once(rank, who, bucket, phase):
+    ddp = DistributedDataParallel(build(), **SMALL)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    caught = []
+    with gl.attach(ddp, Fails(who, 2, bucket, phase), timeout=20):
+        for step in range(12):
+            optimizer.zero_grad()
+            try:
+                ddp(data(rank, step)).backward()
+            except (Broken, gl.PeerFailed) as error:
+                caught.append((step, type(error).__name__, str(error), getattr(error, "__notes__", [])))
+                continue
+            optimizer.step()
+    return caught, replicas_equal(ddp.parameters())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("bucket", "phase"), [(0, 0), (1, 1), (1, 2), (-1, 0), (-1, 1), (-1, 2)])
+def test_an_error_reaches_every_rank_in_its_step(world, bucket, phase):
+    who = world - 1
+    for rank, (caught, equal) in enumerate(run_ranks(fail_once, world, who, bucket, phase)):
+        assert equal
+        ((step, kind, message, notes),) = caught
+        assert step == 2
+        where = "Fails, step 2, bucket"
+        if rank == who:
+            assert (kind, message) == ("Broken", f"on purpose in phase {phase}")
+            assert where in notes[0]
+        else:
+            assert kind == "PeerFailed"
+            assert f"rank {who} raised Broken: on purpose in phase {phase}" in message
+            assert where in message
+
+
+def fail_everywhere(rank):
+    """All ranks raise the same: each sees its own error, not its neighbour's."""
+    ddp = DistributedDataParallel(build())
+    refusal = pytest.raises(gl.InvalidValue, match="weights of all 3 ranks add up to 0")
+    with gl.attach(ddp, gl.WeightedMean(lambda: 0.0), timeout=20), refusal:
+        ddp(data(rank, 0)).backward()
+    return True
+
+
+def test_all_zero_weights_are_refused_on_all_ranks():
+    assert run_ranks(fail_everywhere, 3) == [True] * 3
+
+
+def fail_at_first_step(rank, static_graph):
+    """The first backward of a static graph runs its hooks inside autograd's final callbacks."""
+    ddp = DistributedDataParallel(build(), static_graph=static_graph, **SMALL)
+    caught = 0
+    with gl.attach(ddp, Fails(0, 0, 0, 1), timeout=20):
+        for step in range(4):
+            ddp.zero_grad()
+            try:
+                ddp(data(rank, step)).backward()
+            except (Broken, gl.PeerFailed):
+                caught += 1
+    grads = flat([p.grad for p in ddp.parameters() if p.requires_grad])
+    return caught, grads
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_an_error_in_the_first_step(static_graph):
+    (first, a), (second, b) = run_ranks(fail_at_first_step, 2, static_graph)
+    assert first == second == 1
+    assert torch.equal(a, b)
+
+
+def lose_a_peer(rank, how, timeout):
+    ddp = DistributedDataParallel(build(), **SMALL)
+    attachment = gl.attach(ddp, "Mean()", timeout=timeout)
+    for step in range(3):
+        ddp(data(rank, step)).backward()
+    if rank == 1:
+        os.kill(os.getpid(), how)
+        time.sleep(3 * timeout)
+    start = time.monotonic()
+    try:
+        ddp(data(rank, 3)).backward()
+    except gl.PeerLost as error:
+        seconds = time.monotonic() - start
+        attachment.close()
+        # The default group is broken too; leave without the barrier of a clean end.
+        torch.distributed.destroy_process_group()
+        return seconds, str(error), error.rank
+    return None
+
+
+def survivors(how, timeout):
+    """Rank 1 of three is lost; what ranks 0 and 2 saw."""
+    stories = {}
+
+    def note(value):
+        stories[value[0]] = value[1]
+
+    with pytest.raises(RankFailed, match="1 of 3 ranks failed"):
+        run_ranks(_telling, 3, how, timeout, deadline=8, on_report=note)
+    return stories
+
+
+def _telling(rank, how, timeout):
+    from gradlane.local import tell
+
+    story = lose_a_peer(rank, how, timeout)
+    tell((rank, story))
+
+
+def test_a_killed_peer_is_named_at_once():
+    stories = survivors(signal.SIGKILL, 20.0)
+    assert set(stories) == {0, 2}
+    for seconds, message, lost in stories.values():
+        assert seconds < 5
+        assert lost == 1
+        assert "rank 1 is gone or did not answer" in message
+
+
+def test_a_stalled_peer_is_named_within_the_time_out():
+    stories = survivors(signal.SIGSTOP, 3.0)
+    assert set(stories) == {0, 2}
+    for seconds, message, lost in stories.values():
+        assert 2 < seconds < 3 + 2.5
+        assert lost == 1
+        assert "raise timeout=" in message
+
+
+def one_step_too_many(rank):
+    ddp = DistributedDataParallel(build())
+    with gl.attach(ddp, "Mean()", timeout=2):
+        for step in range(3 + rank):
+            try:
+                ddp(data(rank, step)).backward()
+            except gl.PeerLost as error:
+                assert rank == 1
+                return step, str(error)
+        time.sleep(4 if rank == 0 else 0)
+    return 3, ""
+
+
+def test_a_rank_that_takes_more_steps_is_told():
+    (_, _), (step, message) = run_ranks(one_step_too_many, 2)
+    assert step == 3
+    assert "rank 0 is gone or did not answer within 2 s" in message

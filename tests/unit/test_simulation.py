@@ -1,0 +1,201 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import gradlane as gl
+from gradlane.core.events import wire_bytes
+
+
+def gradients(*values):
+    return [{"a": torch.tensor([float(value)])} for value in values]
+
+
+def test_a_deadlock_is_an_error():
+    @gl.strategy_from
+    async def some_ask(bucket):
+        return await gl.all_reduce(bucket.flat) if bucket.rank else bucket.flat
+
+    @gl.strategy_from
+    async def differently(bucket):
+        return await gl.all_reduce(bucket.flat, op="max" if bucket.rank else "mean")
+
+    with pytest.raises(gl.RanksDisagree, match=r"rank 1 asks for all_reduce mean.*, rank 0 has finished"):
+        gl.Simulation(some_ask, world=2).step(gradients(1, 2))
+    with pytest.raises(gl.RanksDisagree, match=r"rank 0 asks for all_reduce mean.*rank 1 for all_reduce max"):
+        gl.Simulation(differently, world=2).step(gradients(1, 2))
+
+
+def test_ranks_that_bring_different_gradients_disagree():
+    simulation = gl.Simulation("Mean()", world=2)
+    with pytest.raises(gl.RanksDisagree, match="rank 0 gives"):
+        simulation.step([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}])
+    with pytest.raises(gl.InvalidValue, match="gradients of 1 ranks for world=2"):
+        simulation.step(gradients(1))
+
+
+def test_each_rank_has_its_own_copy():
+    strategy = gl.WeightedMean(1.0)
+    assert all(own is not strategy for own in gl.Simulation(strategy, world=2).strategies)
+
+
+def test_scopes():
+    @gl.strategy_from
+    async def within(bucket):
+        return await gl.all_reduce(bucket.flat, over="node")
+
+    @gl.strategy_from
+    async def across(bucket):
+        return await gl.all_reduce(bucket.flat, over="cross")
+
+    values = gradients(0, 2, 10, 20, 100, 300)
+    answers = gl.Simulation(within, world=6, node_size=2).step(values)
+    assert [answer["a"].item() for answer in answers] == [1, 1, 15, 15, 200, 200]
+    answers = gl.Simulation(across, world=6, node_size=3).step(values)
+    assert [answer["a"].item() for answer in answers] == [10, 51, 155, 10, 51, 155]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world": 0}, "world=0 has no ranks"),
+        ({}, "world is missing"),
+        ({"world": 4, "node_size": 3}, "node_size=3 does not divide world=4"),
+    ],
+)
+def test_impossible_worlds(arguments, message):
+    with pytest.raises(gl.InvalidValue, match=message):
+        gl.Simulation(gl.Mean(), **arguments)
+
+
+def test_simulation_of_something_else():
+    with pytest.raises(gl.WrongType, match="got dict"):
+        gl.Simulation({}, world=2)
+    with pytest.raises(gl.InvalidValue, match="world=3, but 2 strategies"):
+        gl.Simulation([gl.Mean(), gl.Mean()], world=3)
+
+
+def test_a_strategy_may_await_requests_only():
+    class Other:
+        def __await__(self):
+            return (yield "something else")
+
+    @gl.strategy_from
+    async def waits(bucket):
+        return await Other()
+
+    with pytest.raises(gl.WrongType, match=r"reduce awaited an object of type str; .*no event loop"):
+        gl.Simulation(waits, world=1).step(gradients(1))
+    with pytest.raises(gl.WrongType, match=r"awaited an object of type str"):
+        gl.Simulation(gl.Cast(waits, torch.float16), world=1).step(gradients(1))
+
+
+@dataclass
+class Returns(gl.Strategy):
+    value: object
+
+    async def reduce(self, bucket):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"returned nothing \(None\); return gradlane.Reduced"),
+        (torch.zeros(1), "returned an object of type Tensor; return gradlane.Reduced"),
+        (gl.Reduced(3.0), "the mean is a tensor"),
+        (gl.Reduced(torch.zeros(2)), r"shape \(2,\) for a bucket of torch.float32 of shape \(1,\)"),
+        (gl.Reduced(torch.zeros(1).half()), "returned torch.float16"),
+    ],
+)
+def test_wrong_answers_are_named(value, message):
+    with pytest.raises(gl.WrongType, match=message):
+        gl.Simulation([Returns(value)]).step(gradients(1))
+
+
+def test_reduce_must_be_async():
+    class Plain(gl.Strategy):
+        def reduce(self, bucket):
+            return gl.Reduced(bucket.flat)
+
+    with pytest.raises(gl.WrongType, match="write `async def reduce`"):
+        gl.Simulation([Plain()]).step(gradients(1))
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (lambda: gl.all_reduce(torch.zeros(1), op="avg"), gl.InvalidValue, "op='avg' is not known"),
+        (lambda: gl.all_reduce(torch.zeros(1), over="rack"), gl.InvalidValue, "over='rack' is not known"),
+        (lambda: gl.all_reduce([1.0]), gl.WrongType, "takes a tensor, got list"),
+        (lambda: gl.all_reduce(torch.zeros(1, dtype=torch.int8)), gl.InvalidValue, "8-bit integers wrap"),
+        (lambda: gl.all_reduce(torch.zeros(1, dtype=torch.int32)), gl.InvalidValue, "use op='sum'"),
+        (lambda: gl.all_gather(torch.zeros(1)), gl.WrongType, r"write \(tensor,\)"),
+        (lambda: gl.all_to_all([torch.zeros(1)]), gl.WrongType, r"write \(tensor,\)"),
+        (lambda: gl.all_to_all([(torch.zeros(1),)]), gl.InvalidValue, "for each of 2 ranks, got 1"),
+    ],
+)
+def test_impossible_requests(request_, error, message):
+    @gl.strategy_from
+    async def asks(bucket):
+        await request_()
+        return bucket.flat
+
+    with pytest.raises(error, match=message):
+        gl.Simulation(asks, world=2).step(gradients(1, 2))
+
+
+def test_dry_run_counts_elements_bytes_and_wire():
+    trace = gl.dry_run(gl.Mean(), {"a": (10, 10), "b": ()}, world=4)
+    assert (trace.collectives, trace.payload_elements, trace.payload_bytes) == (1, 101, 404)
+    assert trace.wire_bytes == 606
+    assert trace.raw_bytes == 404
+    assert "1 collectives, 101 elements" in str(trace)
+
+
+def test_dry_run_of_a_module_in_buckets_and_at_a_step():
+    module = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
+    module[1].weight.requires_grad_(False)
+    strategy = gl.After(5, then=gl.Cast(gl.Mean(), torch.float16))
+    assert gl.dry_run(strategy, module, world=2, step=4).payload_bytes == 440
+    assert gl.dry_run(strategy, module, world=2, step=5, bucket_bytes=400).payload_bytes == 220
+    assert gl.dry_run(strategy, module, world=2, step=5, bucket_bytes=400).collectives == 2
+
+
+def test_dry_run_asks_nobody_for_weights_and_touches_nothing():
+    def not_now():
+        raise AssertionError
+
+    assert gl.dry_run(gl.WeightedMean(not_now), {"a": 9}, world=2).payload_elements == 10
+
+
+def test_dry_run_says_so_where_a_strategy_needs_numbers():
+    @gl.strategy_from
+    async def looks(bucket):
+        if bucket.flat.sum().item() > 0:
+            return await gl.all_reduce(bucket.flat)
+        return bucket.flat
+
+    with pytest.raises(gl.InvalidValue, match="the strategy looks at numbers, a dry run has none"):
+        gl.dry_run(looks, {"a": 3}, world=2)
+
+
+def test_dry_run_refuses_nonsense():
+    with pytest.raises(gl.WrongType, match="shapes is a list"):
+        gl.dry_run(gl.Mean(), [3], world=2)
+    with pytest.raises(gl.InvalidValue, match="step=-1"):
+        gl.dry_run(gl.Mean(), {"a": 3}, world=2, step=-1)
+    with pytest.raises(gl.InvalidValue, match="bucket_bytes=0 holds nothing"):
+        gl.dry_run(gl.Mean(), {"a": 3}, world=2, bucket_bytes=0)
+    with pytest.raises(gl.WrongType, match="dry_run takes a strategy, got int"):
+        gl.dry_run(3, {"a": 3}, world=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "expected"),
+    [("all_reduce", 2, 1200), ("all_reduce", 4, 1800), ("all_gather", 4, 3600), ("all_to_all", 4, 900),
+     ("all_reduce", 1, 0), ("all_gather", 1, 0)],
+)  # fmt: skip
+def test_wire_bytes_by_algorithm(kind, size, expected):
+    assert wire_bytes(kind, 1200, size) == expected

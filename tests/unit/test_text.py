@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+import gradlane as gl
+
+from ..catalogue import MajorityVote
+
+PLAIN = [
+    "Mean()",
+    "Noop()",
+    "Cast(Mean(), bfloat16)",
+    "After(1000, Cast(Mean(), float16))",
+    "After(10, Mean(), first=Noop())",
+    "Route({'embed.*': Mean(), '*.bias': Cast(Mean(), float16)}, otherwise=Noop())",
+    "WeightedMean(2.0)",
+]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_text_is_read_and_written(text):
+    strategy = gl.parse(text)
+    assert gl.describe(strategy) == text
+    assert gl.parse(gl.describe(strategy)) == strategy
+    assert gl.parse(repr(strategy)) == strategy
+
+
+def test_dtypes_under_torch_and_names_of_ones_own():
+    assert gl.parse("Cast(inner=Mean(), dtype=torch.float16)") == gl.Cast(gl.Mean(), torch.float16)
+    own = gl.parse("Cast(MajorityVote(step_size=-0.5), bfloat16)", names={"MajorityVote": MajorityVote})
+    assert own.inner == MajorityVote(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Maen()", "'Maen' in 'Maen\\(\\)' is not known; did you mean Mean?"),
+        ("PowerSDG()", "is not known; known are After, Cast"),
+        ("Mean", "write Mean\\(\\)"),
+        ("Cast(Mean(), int8)", "'int8' in"),
+        ("Cast(Mean())", "missing 1 required positional argument: 'dtype'"),
+        ("Mean().reduce", "is not read"),
+        ("__import__('os').system('true')", "is not read"),
+        ("Cast(Mean(), dtype=open('x'))", "'open' in"),
+        ("After(1 + 1, Mean())", "is not read"),
+        ("After(-1, Mean())", "step=-1 is before the first"),
+        ("Mean(*[1])", "are not read"),
+        ("bfloat16", "not as a strategy"),
+        ("'Mean()'", "not as a strategy"),
+        ("(lambda: 1)()", "is not read"),
+        ("Mean(", "is not a strategy"),
+        ("", "is not a strategy"),
+        ("(" * 500 + ")" * 500, "is not a strategy"),
+        ("bfloat16()", "takes no arguments"),
+    ],
+)
+def test_everything_else_is_refused(text, message):
+    with pytest.raises(gl.InvalidValue, match=message):
+        gl.parse(text)
+
+
+def test_parse_of_something_else():
+    with pytest.raises(gl.WrongType, match="parse reads text, got Mean"):
+        gl.parse(gl.Mean())
+
+
+def test_description_holds_no_address_and_may_leave_out_what_is_per_rank():
+    weighted = gl.Cast(gl.WeightedMean(lambda: 3.0), torch.bfloat16)
+    assert "0x" not in gl.describe(weighted)
+    assert gl.describe(gl.WeightedMean(1.0), shared_only=True) == "WeightedMean()"
+    assert gl.describe(gl.WeightedMean(1.0)) == "WeightedMean(1.0)"
