@@ -61,7 +61,7 @@ def open_lane(
     if backend in STREAM_BACKENDS:
         return _on_stream(group, device, listener, board)
     peers = Peers(board, [note["host"] for note in told], backend=backend, ranks_per_node=ranks_per_node)
-    peers.group("world", 0)
+    peers.group("world", "first", 0)
     lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
     return Opened(lane, board, peers.rank, peers.sizes())
 

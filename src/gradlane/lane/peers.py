@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -14,6 +14,8 @@ from ..core.collectives import Scope
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
 
+Turn = Literal["first", "later"]
+TURNS: tuple[Turn, ...] = ("first", "later")
 GRACE = 2.0  # seconds to wait for the others' reports once a connection broke
 
 
@@ -34,7 +36,7 @@ class Peers:
         self.timeout = board.timeout
         self._backend = backend
         self._nodes = _nodes(hosts, ranks_per_node)
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[tuple[Scope, Turn], Any] = {}
         self._life = 0  # how often the groups were given up
         self._token = "first"  # where this life's groups find their addresses
 
@@ -46,13 +48,18 @@ class Peers:
             sizes["cross"] = len(self._nodes)
         return sizes
 
-    def group(self, over: Scope, step: int) -> Any:
-        """The group of a scope; formed when it is first asked for, at the same request on all ranks."""
+    def group(self, over: Scope, turn: Turn, step: int) -> Any:
+        """The group of a scope; formed when it is first asked for, at the same request on all ranks.
+
+        First requests of a bucket and later ones have a group each: the first are issued by the hook,
+        in DDP's order, the later ones by the lane's thread, in the same order. So the order within
+        each group is fixed, and bucket 1 may start while bucket 0 is in its second phase.
+        """
         if not self._groups:
             self._meet(step)
-        if over not in self._groups:
-            self._groups[over] = self._formed(over)
-        return self._groups[over]
+        if (over, turn) not in self._groups:
+            self._groups[over, turn] = self._formed(over, turn)
+        return self._groups[over, turn]
 
     def _meet(self, step: int) -> None:
         """After a failure: be sure that all ranks come from the same step, then form new groups."""
@@ -67,11 +74,12 @@ class Peers:
                     f"the ranks failed in different steps ({steps}), so their weights differ; "
                     "restart from a checkpoint"
                 )
-        self._groups["world"] = self._formed("world")
+        for turn in TURNS:
+            self._groups["world", turn] = self._formed("world", turn)
 
-    def _formed(self, over: Scope) -> Any:
+    def _formed(self, over: Scope, turn: Turn) -> Any:
         members = self._members(over)
-        store = self._board.store(f"{self._token}/{over}/{members[0]}")
+        store = self._board.store(f"{self._token}/{over}/{turn}/{members[0]}")
         return _connected(store, members.index(self.rank), members, self.timeout, self._backend)
 
     def _members(self, over: Scope) -> list[int]:

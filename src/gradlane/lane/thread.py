@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -20,8 +20,8 @@ from ..core.running import Running
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from .base import Finish, Listener, same
-from .peers import Peers
-from .perform import commit, perform
+from .peers import Peers, Turn
+from .perform import Pending, commit, issue
 
 _living: WeakSet[ThreadLane] = WeakSet()
 
@@ -31,20 +31,29 @@ def living_lanes() -> list[ThreadLane]:
     return list(_living)
 
 
-class _Job(NamedTuple):
-    strategy: Strategy
-    bucket: Bucket
+@dataclass(slots=True)
+class _Job:
+    running: Running
     future: Future[Tensor]
     finish: Finish
     loud: bool
+    issued: _Issued | None = None
+
+
+@dataclass(slots=True)
+class _Issued:
+    pending: Pending
+    event: Event
+    start: float
 
 
 class ThreadLane:
-    """Runs all phases of bucket 0, then all of bucket 1, while backward goes on.
+    """Issues a bucket's first request in the hook, and serves the rest on a thread, bucket by bucket.
 
-    Issue order is arrival order, and DDP launches its buckets in one order, so it is the same on
-    every rank. torch's own hooks issue a second phase from a completion callback, where timing
-    decides the order: that is why its PowerSGD hangs on Gloo with two buckets.
+    DDP launches its buckets in one order, so the order of first requests is the same on every rank;
+    the thread finishes bucket 0 before it looks at bucket 1, so the order of later requests is too,
+    and they have a group of their own. torch's hooks issue a second phase from a completion callback,
+    where timing decides the order: that is why its PowerSGD hangs on Gloo with two buckets.
     """
 
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
@@ -54,27 +63,40 @@ class ThreadLane:
         self._idle = threading.Event()
         self._idle.set()
         self._waiting = 0
-        self._count = threading.Lock()
+        self._lock = threading.RLock()  # between the hook and the thread: connections and failures
         self._failure: BaseException | None = None
         self._failed_step: int | None = None
-        self._running: Running | None = None
         self._exchanged = False  # whether this step has sent anything
+        self._serving: Running | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _living.add(self)
 
+    @torch.no_grad()
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
     ) -> Future[Tensor]:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
-        future: Future[Tensor] = Future()
-        with self._count:
+        job = _Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
+        with self._lock:
+            if self._failed_step == bucket.step:  # the others have given up this step too
+                return self._completed(job, bucket.flat)
+            try:
+                request = job.running.resume()
+                if request is not None:
+                    job.issued = self._issue(request, job.running, "first")
+            except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
+                self._fail(job.running, error)
+                return self._completed(job, bucket.flat)
+            if request is None and not (bucket.is_last and self._exchanged):
+                assert job.running.reduced is not None
+                return self._completed(job, job.running.reduced.mean)
             self._waiting += 1
             self._idle.clear()
-        self._jobs.put(_Job(strategy, bucket, future, finish, loud))
-        return future
+        self._jobs.put(job)
+        return job.future
 
     def drain(self) -> None:
         """Wait until nothing is under way. In Python, so that signals are served meanwhile."""
@@ -86,8 +108,8 @@ class ThreadLane:
 
     def where(self) -> str:
         """What the lane is doing, for whoever finds it stuck."""
-        running = self._running
-        return "idle" if running is None else running.where()
+        serving = self._serving
+        return "idle" if serving is None else serving.where()
 
     def close(self) -> None:
         """Finish what is under way, end the thread, let go of the connections."""
@@ -107,49 +129,56 @@ class ThreadLane:
         while (job := self._jobs.get()) is not None:
             self._serve(job)
             del job  # or the last bucket would live until the next one
-            with self._count:
+            with self._lock:
                 self._waiting -= 1
                 if not self._waiting:
                     self._idle.set()
 
     def _serve(self, job: _Job) -> None:
-        bucket = job.bucket
-        if self._failed_step == bucket.step:  # the others have given up this step too
-            _complete(job, bucket.flat, self._failure)
-            return
-        running = self._running = Running(job.strategy, bucket, self._listener.noted)
+        running = self._serving = job.running
+        bucket = running.bucket
         try:
-            mean = self._driven(running)
+            if self._failed_step == bucket.step:
+                if job.issued is not None:
+                    job.issued.pending.abandon()
+                running.close()
+                self._completed(job, bucket.flat)
+                return
+            mean = self._finished(job)
             if bucket.is_last:
                 self._commit(bucket.step)
+            self._completed(job, mean)
         except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
-            self._failure = self._failed(running, error)
-            self._failed_step = bucket.step
-            self._exchanged = False
-            _complete(job, bucket.flat, self._failure)
-        else:
-            _complete(job, mean, None)
+            self._fail(running, error)
+            self._completed(job, bucket.flat)
         finally:
-            self._running = None
+            self._serving = None
 
-    def _driven(self, running: Running) -> Tensor:
-        request = running.resume()
-        while request is not None:
-            request = running.resume(self._answer(request, running))
-        assert running.reduced is not None
-        return running.reduced.mean
+    def _finished(self, job: _Job) -> Tensor:
+        issued = job.issued
+        while issued is not None:
+            request = job.running.resume(self._answered(issued))
+            issued = None if request is None else self._issue(request, job.running, "later")
+        assert job.running.reduced is not None
+        return job.running.reduced.mean
 
-    def _answer(self, request: Request, running: Running) -> object:
+    def _issue(self, request: Request, running: Running, turn: Turn) -> _Issued:
         bucket = running.bucket
-        group = self._peers.group(request.over, bucket.step)
+        group = self._peers.group(request.over, turn, bucket.step)
         event = Event.of(request, bucket, running.phase, group.size())
         self._exchanged = True
         start = time.perf_counter()
         try:
-            answer = perform(group, request, bucket.divisor(request.over))
+            return _Issued(issue(group, request, bucket.divisor(request.over)), event, start)
         except RuntimeError as error:
             raise _ConnectionBroke from error
-        self._listener.heard(event, time.perf_counter() - start)
+
+    def _answered(self, issued: _Issued) -> object:
+        try:
+            answer = issued.pending.wait()
+        except RuntimeError as error:
+            raise _ConnectionBroke from error
+        self._listener.heard(issued.event, time.perf_counter() - issued.start)
         return answer
 
     def _commit(self, step: int) -> None:
@@ -162,7 +191,7 @@ class ThreadLane:
             return
         self._exchanged = False
         try:
-            first, last = commit(self._peers.group("world", step), step)
+            first, last = commit(self._peers.group("world", "later", step), step)
         except RuntimeError as error:
             raise _ConnectionBroke from error
         if first != last:
@@ -171,31 +200,40 @@ class ThreadLane:
                 "pass more than another; every rank must take the same number of steps, or use join()"
             )
 
-    def _failed(self, running: Running, error: BaseException) -> BaseException:
-        """Tell the peers, let go of the connections, and say what to raise here."""
+    def _fail(self, running: Running, error: BaseException) -> None:
+        """The step has failed: tell the peers, let go of the connections, keep what to raise here."""
+        step = running.bucket.step
+        with self._lock:
+            if self._failed_step == step:
+                running.close()
+                return  # a consequence of what failed first
+            self._failed_step = step
+            self._exchanged = False
         where = running.where()
         running.close()
         if not isinstance(error, _ConnectionBroke | PeerFailed):
             self._peers.report(where, error, raised=True)
+            self._failure = _with_note(error, f"[gradlane: in {where}]")
+        else:
+            cause = error.__cause__ if isinstance(error, _ConnectionBroke) else error
+            assert cause is not None
+            self._peers.report(where, cause, raised=False)
+            found = error if isinstance(error, PeerFailed) else self._peers.diagnose(where, cause)
+            self._failure = found
+        with self._lock:
             self._peers.give_up()
-            return _with_note(error, f"[gradlane: in {where}]")
-        cause = error.__cause__ if isinstance(error, _ConnectionBroke) else error
-        assert cause is not None
-        self._peers.report(where, cause, raised=False)
-        found = error if isinstance(error, PeerFailed) else self._peers.diagnose(where, cause)
-        self._peers.give_up()
-        return found
+
+    def _completed(self, job: _Job, value: Tensor) -> Future[Tensor]:
+        failure = self._failure if self._failed_step == job.running.bucket.step else None
+        if failure is not None and job.loud:
+            job.future.set_exception(failure)  # type: ignore[arg-type]
+        else:
+            job.future.set_result(job.finish(value))
+        return job.future
 
 
 class _ConnectionBroke(Exception):
     """The backend failed, not the strategy; the cause tells how."""
-
-
-def _complete(job: _Job, value: Tensor, failure: BaseException | None) -> None:
-    if failure is not None and job.loud:
-        job.future.set_exception(failure)  # type: ignore[arg-type]
-    else:
-        job.future.set_result(job.finish(value))
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:

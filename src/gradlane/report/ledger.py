@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import Tensor
@@ -26,6 +27,7 @@ class Ledger:
         self.collectives = 0
         self.seconds = 0.0
         self.exposed_seconds = 0.0
+        self._lock = threading.Lock()
         self._figures: dict[str, Tensor | float] = {}
 
     def heard(self, event: Event, seconds: float) -> None:
@@ -37,9 +39,10 @@ class Ledger:
             self._observer(event)
 
     def noted(self, bucket: Bucket, note: Note) -> None:
-        for name, value in note.figures.items():
-            kept = value.detach() if isinstance(value, Tensor) else value
-            self._figures[name] = self._figures.get(name, 0) + kept
+        with self._lock:  # the hook's thread and the lane's may both have something to note
+            for name, value in note.figures.items():
+                kept = value.detach() if isinstance(value, Tensor) else value
+                self._figures[name] = self._figures.get(name, 0) + kept
 
     def waited(self, seconds: float) -> None:
         self.exposed_seconds += seconds
