@@ -96,17 +96,15 @@ def main() -> None:
             }
         )
     base = next(row for row in rows if row["arm"] == BASE)
-    print(
-        f"{'arm':28s} {'CPU ms':>8s} {'x base':>7s} {'min ms':>8s} {'x base':>7s} {'wall ms':>8s} {'x base':>7s}"
-    )
+    headings = ("CPU ms", "x base", "min ms", "x base", "wall ms", "x base")
+    print(f"{'arm':28s}", *(f"{heading:>8s}" for heading in headings))
     for row in rows:
         row["cpu_ratio"] = row["cpu_s"] / base["cpu_s"]
         row["cpu_min_ratio"] = row["cpu_min_s"] / base["cpu_min_s"]
         row["wall_ratio"] = row["wall_s"] / base["wall_s"]
-        print(
-            f"{row['arm']:28s} {row['cpu_s'] * 1e3:8.2f} {row['cpu_ratio']:7.3f} {row['cpu_min_s'] * 1e3:8.2f} "
-            f"{row['cpu_min_ratio']:7.3f} {row['wall_s'] * 1e3:8.2f} {row['wall_ratio']:7.3f}"
-        )
+        shown = (row["cpu_s"] * 1e3, row["cpu_ratio"], row["cpu_min_s"] * 1e3, row["cpu_min_ratio"],
+                 row["wall_s"] * 1e3, row["wall_ratio"])  # fmt: skip
+        print(f"{row['arm']:28s}", *(f"{value:8.3f}" for value in shown))
     if options.json:
         where = {
             "torch": torch.__version__,

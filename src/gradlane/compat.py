@@ -9,7 +9,6 @@ cannot know the model's own: for DDP on a subgroup pass that group, or use ``gra
 No ``from __future__ import annotations`` here: DDP compares a hook's annotations by identity.
 """
 
-import atexit
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +177,3 @@ def close_all() -> None:
     for _, feed in _feeds.values():
         feed.lane.close()
     _feeds.clear()
-
-
-atexit.register(close_all)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from . import compat, ddp
+
+
+def close_all() -> None:
+    """Close every attachment and every lane of a compat hook that is still open."""
+    ddp.close_all()
+    compat.close_all()
+
+
+# For those who forget: a lane that is open when the interpreter goes could take it down.
+atexit.register(close_all)
 
 
 def shutdown(timeout: float = 30.0) -> None:
@@ -18,8 +29,7 @@ def shutdown(timeout: float = 30.0) -> None:
     that is destroyed while a DDP model still refers to it can hang the process at its exit (Gloo's
     workers need the GIL that the model's destructor holds while it waits for them).
     """
-    ddp.close_all()
-    compat.close_all()
+    close_all()
     gc.collect()
     if not dist.is_initialized():
         return

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,6 +52,7 @@ def run_ranks(
         raise InvalidValue(f"world={world} has no ranks; use 1 or more")
     if not hasattr(os, "fork"):
         raise WrongState("local ranks need fork, which this system has not; use torchrun")
+    import_module("torch._dynamo")  # DDP's constructor would, for a second of CPU in every rank
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gradlane-") as folder:
         store = str(Path(folder) / "store")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .scratch import Scratch
 
 
 class Slot(NamedTuple):
@@ -46,6 +47,8 @@ class Bucket:
     """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """How many ranks a mean divides by, for each scope; a scope that is missing counts the world."""
+    scratch: Scratch | None = field(default=None, repr=False, compare=False)
+    """Where ``empty`` keeps its buffers; without it every call allocates."""
 
     def divisor(self, over: str = "world") -> int:
         """What a mean over this scope divides by: its ranks, less those that joined early where
@@ -72,6 +75,17 @@ class Bucket:
         for name, shape in self.layout:
             yield name, self.flat[start : start + shape.numel()].view(shape)
             start += shape.numel()
+
+    def empty(self, use: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A flat buffer of this bucket's own for one named use, the same one in every step.
+
+        It holds anything at first. Give it a name that no other part of the strategy uses.
+        """
+        dtype = dtype or self.flat.dtype
+        if self.scratch is None:
+            return torch.empty(numel, dtype=dtype, device=self.flat.device)
+        place = self.layout[0].name if self.layout else ""
+        return self.scratch.get((self.index, place, use), numel, dtype, self.flat.device)
 
     def seed(self, salt: int, *, shared: bool) -> int:
         """A seed for this place and no other: equal on all ranks if ``shared``, else this rank's own.

@@ -14,6 +14,7 @@ from ..core.bucket import Bucket, Slot
 from ..core.collectives import Request, all_reduce
 from ..core.events import wire_bytes
 from ..core.running import intercept
+from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from .backward import in_backward, settle_after_backward
@@ -45,6 +46,7 @@ class Feed:
         self._world = sizes["world"]
         self._name_of = name_of
         self._count_active = count_active
+        self._scratch = Scratch()
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
@@ -78,6 +80,7 @@ class Feed:
             is_last=given.is_last(),
             joined=joined,
             sizes=self._sizes,
+            scratch=self._scratch,
         )
 
     def _layout(self, given: dist.GradBucket, is_complex: bool) -> tuple[Slot, ...]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..core.collectives import Scope
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
+from .workers import wait_for_idle_workers
 
 Turn = Literal["first", "later"]
 TURNS: tuple[Turn, ...] = ("first", "later")
@@ -37,6 +38,7 @@ class Peers:
         self._backend = backend
         self._nodes = _nodes(hosts, ranks_per_node)
         self._groups: dict[tuple[Scope, Turn], Any] = {}
+        self._aborted: list[Any] = []
         self._life = 0  # how often the groups were given up
         self._token = "first"  # where this life's groups find their addresses
 
@@ -63,6 +65,7 @@ class Peers:
 
     def _meet(self, step: int) -> None:
         """After a failure: be sure that all ranks come from the same step, then form new groups."""
+        self._drop_aborted()
         if self._life:
             topic = f"life{self._life}"
             self._token, told = self._board.agree(
@@ -139,31 +142,37 @@ class Peers:
         return {rank: report for rank, report in found.items() if report is not None}
 
     def give_up(self) -> None:
-        """Drop the groups: peers that wait for this rank fail now. The next request forms new ones."""
+        """Close the connections: peers that wait for this rank fail now. The next step forms new ones.
+
+        The groups themselves go later, when nothing is under way on them any more.
+        """
         if not self._groups:
             return  # there were none: all ranks will try again in the same life
-        self.abort()  # not left to the last reference: a traceback may hold one
-        self._drop()
+        self.abort()
+        self._aborted += self._groups.values()
+        self._groups.clear()
         self._life += 1
 
     def abort(self) -> None:
-        """Close the connections now: whoever waits on them, here or on a peer, gets an error."""
+        """Whoever waits on a connection, here or on a peer, gets an error."""
         for group in list(self._groups.values()):
             with contextlib.suppress(Exception):
                 group.abort()
 
     def close(self) -> None:
-        self._drop()
+        """Let go of all groups. Only when nothing is under way."""
+        self._aborted += self._groups.values()
+        self._groups.clear()
+        self._drop_aborted()
 
-    def _drop(self) -> None:
-        if self._groups:
-            # Gloo's workers need the GIL to release what they have just finished, and the group's
-            # destructor joins them while it holds the GIL: let them finish first.
-            time.sleep(0.005)
-        for group in self._groups.values():
+    def _drop_aborted(self) -> None:
+        if not self._aborted:
+            return
+        wait_for_idle_workers()
+        for group in self._aborted:
             if self._backend == "mpi":
                 dist.destroy_process_group(group)
-        self._groups.clear()
+        self._aborted.clear()
 
 
 def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket
-from ..core.collectives import Request
+from ..core.collectives import Request, Scope
 from ..core.events import Event
 from ..core.running import Running
 from ..core.strategy import Strategy
@@ -63,7 +64,7 @@ class ThreadLane:
         self._idle = threading.Event()
         self._idle.set()
         self._waiting = 0
-        self._lock = threading.RLock()  # between the hook and the thread: connections and failures
+        self._lock = threading.Lock()  # between the hook and the thread: connections and failures
         self._failure: BaseException | None = None
         self._failed_step: int | None = None
         self._exchanged = False  # whether this step has sent anything
@@ -80,19 +81,19 @@ class ThreadLane:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
         job = _Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
+        if self._failed_step == bucket.step:  # the others have given up this step too
+            return self._completed(job, bucket.flat)
+        try:
+            request = job.running.resume()
+            if request is not None:
+                job.issued = self._issue(request, job.running, "first")
+        except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
+            self._fail(job.running, error)
+            return self._completed(job, bucket.flat)
+        if request is None and not (bucket.is_last and self._exchanged):
+            assert job.running.reduced is not None
+            return self._completed(job, job.running.reduced.mean)
         with self._lock:
-            if self._failed_step == bucket.step:  # the others have given up this step too
-                return self._completed(job, bucket.flat)
-            try:
-                request = job.running.resume()
-                if request is not None:
-                    job.issued = self._issue(request, job.running, "first")
-            except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
-                self._fail(job.running, error)
-                return self._completed(job, bucket.flat)
-            if request is None and not (bucket.is_last and self._exchanged):
-                assert job.running.reduced is not None
-                return self._completed(job, job.running.reduced.mean)
             self._waiting += 1
             self._idle.clear()
         self._jobs.put(job)
@@ -164,7 +165,7 @@ class ThreadLane:
 
     def _issue(self, request: Request, running: Running, turn: Turn) -> _Issued:
         bucket = running.bucket
-        group = self._peers.group(request.over, turn, bucket.step)
+        group = self._group(request.over, turn, bucket.step)
         event = Event.of(request, bucket, running.phase, group.size())
         self._exchanged = True
         start = time.perf_counter()
@@ -172,6 +173,12 @@ class ThreadLane:
             return _Issued(issue(group, request, bucket.divisor(request.over)), event, start)
         except RuntimeError as error:
             raise _ConnectionBroke from error
+
+    def _group(self, over: Scope, turn: Turn, step: int) -> Any:
+        with self._lock:
+            if self._failed_step == step:  # or this would form new connections for a lost step
+                raise _ConnectionBroke
+            return self._peers.group(over, turn, step)
 
     def _answered(self, issued: _Issued) -> object:
         try:
@@ -191,7 +198,7 @@ class ThreadLane:
             return
         self._exchanged = False
         try:
-            first, last = commit(self._peers.group("world", "later", step), step)
+            first, last = commit(self._group("world", "later", step), step)
         except RuntimeError as error:
             raise _ConnectionBroke from error
         if first != last:

@@ -62,6 +62,7 @@ class _NarrowWire:
     def __init__(self, dtype: torch.dtype, bucket: Bucket) -> None:
         self.dtype = dtype
         self.bucket = bucket
+        self.narrowed = 0  # messages so far; each has a buffer of its own
         self.kept: Tensor | None = None  # my share of a plain mean as it went out, for feedback
 
     async def answer(self, request: Request) -> object:
@@ -102,7 +103,9 @@ class _NarrowWire:
     async def _narrow(self, wide: Tensor, spread: int) -> Tensor:
         if not self._too_wide(wide):
             return wide
-        narrow = wide.to(self.dtype)
+        self.narrowed += 1
+        narrow = self.bucket.empty(f"cast {self.narrowed}", wide.numel(), self.dtype).view(wide.shape)
+        narrow.copy_(wide)
         if wide.device.type != "meta" and wide.numel():
             lost = underflow(wide, narrow, self.bucket.step)
             if may_overflow(wide.dtype, self.dtype, spread):

@@ -49,7 +49,7 @@ class WeightedMean(Strategy):
         flat = bucket.flat
         dtype = torch.promote_types(flat.dtype, torch.float32)
         weight = 0.0 if bucket.joined else self._weight(bucket)
-        message = torch.empty(flat.numel() + 1, dtype=dtype, device=flat.device)
+        message = bucket.empty("weighted mean", flat.numel() + 1, dtype)
         # Not weight * nan: what a rank that does not count holds must not reach the others.
         if weight:
             message[:-1].copy_(flat).mul_(weight)

@@ -1,0 +1,24 @@
+"""Buffers that are allocated once and used again every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    """One model's buffers, by bucket and use.
+
+    A message as large as a bucket costs more to allocate (the pages are new every time) than to fill.
+    Scratch belongs to the model, not to the strategy: two models may share a strategy and be under
+    way at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, key: tuple[object, ...], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept = self._kept.get((key, dtype, device))
+        if kept is None or kept.numel() != numel:
+            kept = self._kept[(key, dtype, device)] = torch.empty(numel, dtype=dtype, device=device)
+        return kept
