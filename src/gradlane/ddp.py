@@ -18,8 +18,8 @@ from .errors import InvalidValue, WrongState, WrongType
 from .lane.base import DEFAULT_TIMEOUT, completed_future
 from .lane.feed import Feed
 from .lane.open import open_lane, refuse_differences
+from .log import log
 from .report.ledger import Ledger, Observer
-from .report.log import log
 from .strategies.route import Route
 from .strategies.text import describe, parse
 

@@ -1,6 +1,7 @@
 """A rank that raises, dies or stalls: every rank hears of it within the step, and training goes on."""
 
 import os
+import random
 import signal
 import time
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ class Broken(Exception):
 
 @dataclass
 class Fails(gl.Strategy):
-    """Raises on one rank, in one step and bucket, before, between or after its collectives."""
+    """Raises at some (rank, step, bucket, phase): before, between or after its collectives.
 
-    rank: int
-    step: int
-    bucket: int
-    phase: int
+    Bucket -1 is the last one.
+    """
+
+    places: list[tuple[int, int, int, int]]
 
     async def reduce(self, bucket):
         self.check(bucket, 0)
@@ -39,33 +40,39 @@ class Fails(gl.Strategy):
         return gl.Reduced(total / scale)
 
     def check(self, bucket, phase):
-        here = (bucket.rank, bucket.step, bucket.index if self.bucket >= 0 else -bucket.is_last, phase)
-        if here == (self.rank, self.step, self.bucket, self.phase):
+        indices = {bucket.index, -1} if bucket.is_last else {bucket.index}
+        if any((bucket.rank, bucket.step, index, phase) in self.places for index in indices):
             raise Broken(f"on purpose in phase {phase}")
 
 
-def fail_once(rank, who, bucket, phase):
+def fail_at(rank, places):
+    """Twelve steps; what was caught, whether the replicas are equal, and how long the worst step took."""
     ddp = DistributedDataParallel(build(), **SMALL)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     caught = []
-    with gl.attach(ddp, Fails(who, 2, bucket, phase), timeout=20):
+    slowest = 0.0
+    with gl.attach(ddp, Fails(places), timeout=20):
         for step in range(12):
             optimizer.zero_grad()
+            start = time.monotonic()
             try:
                 ddp(data(rank, step)).backward()
             except (Broken, gl.PeerFailed) as error:
                 caught.append((step, type(error).__name__, str(error), getattr(error, "__notes__", [])))
+                slowest = max(slowest, time.monotonic() - start)
                 continue
             optimizer.step()
-    return caught, replicas_equal(ddp.parameters())
+    return caught, replicas_equal(ddp.parameters()), slowest
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("bucket", "phase"), [(0, 0), (1, 1), (1, 2), (-1, 0), (-1, 1), (-1, 2)])
 def test_an_error_reaches_every_rank_in_its_step(world, bucket, phase):
     who = world - 1
-    for rank, (caught, equal) in enumerate(run_ranks(fail_once, world, who, bucket, phase)):
+    outcomes = run_ranks(fail_at, world, [(who, 2, bucket, phase)])
+    for rank, (caught, equal, slowest) in enumerate(outcomes):
         assert equal
+        assert slowest < 5  # at once, not after the time-out of 20 s
         ((step, kind, message, notes),) = caught
         assert step == 2
         where = "Fails, step 2, bucket"
@@ -76,6 +83,49 @@ def test_an_error_reaches_every_rank_in_its_step(world, bucket, phase):
             assert kind == "PeerFailed"
             assert f"rank {who} raised Broken: on purpose in phase {phase}" in message
             assert where in message
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        # one rank raises in its hook, another on its thread, in an earlier bucket and in a later one
+        [(0, 2, 2, 0), (1, 2, 0, 1)],
+        [(0, 2, 0, 1), (1, 2, 2, 0)],
+        [(0, 2, 1, 2), (1, 2, 1, 1), (2, 2, 1, 0)],
+        # one step after the other
+        [(0, 2, 0, 0), (1, 3, -1, 2), (2, 4, 1, 1)],
+    ],
+    ids=str,
+)
+def test_several_ranks_raise(places):
+    steps = sorted({step for _, step, _, _ in places})
+    for caught, equal, slowest in run_ranks(fail_at, 3, places):
+        assert equal
+        assert slowest < 5
+        assert [step for step, *_ in caught] == steps
+        assert {kind for _, kind, _, _ in caught} <= {"Broken", "PeerFailed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_errors_at_random_places(seed):
+    chance = random.Random(seed)
+    print("seed", seed)
+    for _ in range(40):
+        world = chance.choice([2, 3, 4])
+        places = [
+            (
+                chance.randrange(world),
+                chance.randrange(2, 8),
+                chance.choice([0, 1, 2, -1]),
+                chance.randrange(3),
+            )
+            for _ in range(chance.randint(1, 4))
+        ]
+        outcomes = run_ranks(fail_at, world, places)
+        failed = [[step for step, *_ in caught] for caught, _, _ in outcomes]
+        assert failed == [sorted({step for _, step, _, _ in places})] * world, places
+        assert all(equal and slowest < 10 for _, equal, slowest in outcomes), places
 
 
 def fail_everywhere(rank):
@@ -95,7 +145,7 @@ def fail_at_first_step(rank, static_graph):
     """The first backward of a static graph runs its hooks inside autograd's final callbacks."""
     ddp = DistributedDataParallel(build(), static_graph=static_graph, **SMALL)
     caught = 0
-    with gl.attach(ddp, Fails(0, 0, 0, 1), timeout=20):
+    with gl.attach(ddp, Fails([(0, 0, 0, 1)]), timeout=20):
         for step in range(4):
             ddp.zero_grad()
             try:

@@ -38,7 +38,7 @@ class Peers:
         self._backend = backend
         self._nodes = _nodes(hosts, ranks_per_node)
         self._groups: dict[tuple[Scope, Turn], Any] = {}
-        self._aborted: list[Any] = []
+        self._dropped = False
         self._life = 0  # how often the groups were given up
         self._token = "first"  # where this life's groups find their addresses
 
@@ -65,7 +65,6 @@ class Peers:
 
     def _meet(self, step: int) -> None:
         """After a failure: be sure that all ranks come from the same step, then form new groups."""
-        self._drop_aborted()
         if self._life:
             topic = f"life{self._life}"
             self._token, told = self._board.agree(
@@ -141,38 +140,25 @@ class Peers:
         }
         return {rank: report for rank, report in found.items() if report is not None}
 
-    def give_up(self) -> None:
-        """Close the connections: peers that wait for this rank fail now. The next step forms new ones.
+    def drop(self, turn: Turn) -> None:
+        """Close the connections of a turn, where nothing is under way: peers that wait for this rank on
+        them fail now."""
+        dropped = [self._groups.pop(key) for key in list(self._groups) if key[1] == turn]
+        if dropped:
+            self._dropped = True
+            wait_for_idle_workers()
+        if self._backend == "mpi":
+            for group in dropped:
+                dist.destroy_process_group(group)
 
-        The groups themselves go later, when nothing is under way on them any more.
-        """
-        if not self._groups:
-            return  # there were none: all ranks will try again in the same life
-        self.abort()
-        self._aborted += self._groups.values()
-        self._groups.clear()
-        self._life += 1
-
-    def abort(self) -> None:
-        """Whoever waits on a connection, here or on a peer, gets an error."""
-        for group in list(self._groups.values()):
-            with contextlib.suppress(Exception):
-                group.abort()
+    def next_life(self) -> None:
+        """The next request forms new groups, after the ranks have met again."""
+        self._life += self._dropped  # without groups all ranks will try again in the same life
+        self._dropped = False
 
     def close(self) -> None:
-        """Let go of all groups. Only when nothing is under way."""
-        self._aborted += self._groups.values()
-        self._groups.clear()
-        self._drop_aborted()
-
-    def _drop_aborted(self) -> None:
-        if not self._aborted:
-            return
-        wait_for_idle_workers()
-        for group in self._aborted:
-            if self._backend == "mpi":
-                dist.destroy_process_group(group)
-        self._aborted.clear()
+        for turn in TURNS:
+            self.drop(turn)
 
 
 def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +28,19 @@ class Pending:
     """A request under way: the backend's works, and how to read the answer once they are done."""
 
     def __init__(self, works: list[Any], read: Callable[[], object]) -> None:
-        self._works = works
+        self._works = deque(works)
         self._read = read
 
     def wait(self) -> object:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        while self._works:
+            self._works.popleft().wait()  # off the list first: one that failed must not be waited for again
         return self._read()
 
     def abandon(self) -> None:
-        """After the group was aborted: be sure that nothing writes to our tensors any more."""
-        for work in self._works:
+        """Wait for the end of all works, good or bad: nothing may write to our tensors any more."""
+        while self._works:
             with contextlib.suppress(RuntimeError):
-                work.wait()
-        self._works.clear()
+                self._works.popleft().wait()
 
 
 def issue(group: Any, request: Request, divisor: int) -> Pending:

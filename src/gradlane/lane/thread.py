@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +22,7 @@ from ..core.events import Event
 from ..core.running import Running
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
+from ..log import log
 from .base import Finish, Listener, same
 from .peers import Peers, Turn
 from .perform import Pending, commit, issue
@@ -39,6 +42,7 @@ class _Job:
     finish: Finish
     loud: bool
     issued: _Issued | None = None
+    error: BaseException | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +59,10 @@ class ThreadLane:
     the thread finishes bucket 0 before it looks at bucket 1, so the order of later requests is too,
     and they have a group of their own. torch's hooks issue a second phase from a completion callback,
     where timing decides the order: that is why its PowerSGD hangs on Gloo with two buckets.
+
+    When a step fails, its connections are closed: first those of later requests, where nothing can be
+    under way, then those of first requests, when all that was issued has ended one way or the other.
+    On each group the rank that has issued least can always go ahead, so this cannot lock up.
     """
 
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
@@ -63,10 +71,13 @@ class ThreadLane:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        self._waiting = 0
-        self._lock = threading.Lock()  # between the hook and the thread: connections and failures
-        self._failure: BaseException | None = None
-        self._failed_step: int | None = None
+        self._waiting = 0  # jobs that are not done
+        self._lock = threading.Lock()
+        self._stopped_step: int | None = None  # the hook issues nothing more in this step
+        self._failed_step: int | None = None  # nor does the thread
+        self._error: tuple[str, BaseException] | None = None  # what went wrong first, and where
+        self._lost: list[_Job] = []  # jobs of the failed step, until its connections are closed
+        self._failure: BaseException | None = None  # for the trainer
         self._exchanged = False  # whether this step has sent anything
         self._serving: Running | None = None
         self._closed = False
@@ -81,21 +92,17 @@ class ThreadLane:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
         job = _Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
-        if self._failed_step == bucket.step:  # the others have given up this step too
-            return self._completed(job, bucket.flat)
-        try:
-            request = job.running.resume()
-            if request is not None:
-                job.issued = self._issue(request, job.running, "first")
-        except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
-            self._fail(job.running, error)
-            return self._completed(job, bucket.flat)
-        if request is None and not (bucket.is_last and self._exchanged):
-            assert job.running.reduced is not None
-            return self._completed(job, job.running.reduced.mean)
         with self._lock:
             self._waiting += 1
             self._idle.clear()
+        if self._stopped_step != bucket.step:
+            try:
+                request = job.running.resume()
+                if request is not None:
+                    job.issued = self._issue(request, job.running, "first")
+            except BaseException as error:  # noqa: BLE001  the thread takes it from here, in its order
+                job.error = error
+                self._stopped_step = bucket.step
         self._jobs.put(job)
         return job.future
 
@@ -120,9 +127,9 @@ class ThreadLane:
         _living.discard(self)
         self._jobs.put(None)
         self._thread.join(self._peers.timeout + 5 if self._idle.is_set() else 1)
-        if self._thread.is_alive():  # it waits for a peer, and nobody waits for the result any more
-            self._peers.abort()
-            self._thread.join(5)
+        if self._thread.is_alive():
+            log.warning("closed while waiting for a peer (%s); its connections stay open", self.where())
+            return
         self._peers.close()
 
     @torch.no_grad()
@@ -132,34 +139,38 @@ class ThreadLane:
             del job  # or the last bucket would live until the next one
             with self._lock:
                 self._waiting -= 1
-                if not self._waiting:
-                    self._idle.set()
+                done = not self._waiting
+            if done and self._lost:
+                self._give_up()
+            if done:
+                with self._lock:
+                    if not self._waiting:
+                        self._idle.set()
 
     def _serve(self, job: _Job) -> None:
         running = self._serving = job.running
         bucket = running.bucket
         try:
             if self._failed_step == bucket.step:
-                if job.issued is not None:
-                    job.issued.pending.abandon()
-                running.close()
-                self._completed(job, bucket.flat)
+                self._lose(job)
                 return
+            if job.error is not None:
+                raise job.error
             mean = self._finished(job)
             if bucket.is_last:
                 self._commit(bucket.step)
-            self._completed(job, mean)
         except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
             self._fail(running, error)
-            self._completed(job, bucket.flat)
+            self._lose(job)
+        else:
+            job.future.set_result(job.finish(mean))
         finally:
             self._serving = None
 
     def _finished(self, job: _Job) -> Tensor:
-        issued = job.issued
-        while issued is not None:
-            request = job.running.resume(self._answered(issued))
-            issued = None if request is None else self._issue(request, job.running, "later")
+        while job.issued is not None:
+            request = job.running.resume(self._answered(job.issued))
+            job.issued = None if request is None else self._issue(request, job.running, "later")
         assert job.running.reduced is not None
         return job.running.reduced.mean
 
@@ -167,7 +178,6 @@ class ThreadLane:
         bucket = running.bucket
         group = self._group(request.over, turn, bucket.step)
         event = Event.of(request, bucket, running.phase, group.size())
-        self._exchanged = True
         start = time.perf_counter()
         try:
             return _Issued(issue(group, request, bucket.divisor(request.over)), event, start)
@@ -177,7 +187,8 @@ class ThreadLane:
     def _group(self, over: Scope, turn: Turn, step: int) -> Any:
         with self._lock:
             if self._failed_step == step:  # or this would form new connections for a lost step
-                raise _ConnectionBroke
+                raise _ConnectionBroke from RuntimeError("the step has failed already")
+            self._exchanged = True
             return self._peers.group(over, turn, step)
 
     def _answered(self, issued: _Issued) -> object:
@@ -196,11 +207,11 @@ class ThreadLane:
         """
         if not self._exchanged or self._peers.world == 1:
             return
-        self._exchanged = False
         try:
             first, last = commit(self._group("world", "later", step), step)
         except RuntimeError as error:
             raise _ConnectionBroke from error
+        self._exchanged = False
         if first != last:
             raise RanksDisagree(
                 f"the ranks are in different steps, from {first} to {last}: one of them ran a backward "
@@ -208,39 +219,62 @@ class ThreadLane:
             )
 
     def _fail(self, running: Running, error: BaseException) -> None:
-        """The step has failed: tell the peers, let go of the connections, keep what to raise here."""
-        step = running.bucket.step
+        """The step is lost: tell the peers, and let those fail that wait for a later request."""
         with self._lock:
-            if self._failed_step == step:
-                running.close()
-                return  # a consequence of what failed first
-            self._failed_step = step
+            self._failed_step = self._stopped_step = running.bucket.step
             self._exchanged = False
         where = running.where()
-        running.close()
-        if not isinstance(error, _ConnectionBroke | PeerFailed):
-            self._peers.report(where, error, raised=True)
-            self._failure = _with_note(error, f"[gradlane: in {where}]")
-        else:
-            cause = error.__cause__ if isinstance(error, _ConnectionBroke) else error
-            assert cause is not None
-            self._peers.report(where, cause, raised=False)
-            found = error if isinstance(error, PeerFailed) else self._peers.diagnose(where, cause)
-            self._failure = found
-        with self._lock:
-            self._peers.give_up()
+        cause = error.__cause__ if isinstance(error, _ConnectionBroke) else error
+        assert cause is not None
+        if not isinstance(error, _ConnectionBroke | PeerFailed | RanksDisagree):
+            with contextlib.suppress(PeerFailed, RanksDisagree):
+                # A second failure in a row may come before this step has met its peers. They will look
+                # for this rank there, so it meets them, only to let go.
+                self._peers.group("world", "later", running.bucket.step)
+        self._error = (where, error)
+        _forget_groups(error)
+        self._peers.report(where, cause, raised=not isinstance(error, _ConnectionBroke | PeerFailed))
 
-    def _completed(self, job: _Job, value: Tensor) -> Future[Tensor]:
-        failure = self._failure if self._failed_step == job.running.bucket.step else None
-        if failure is not None and job.loud:
-            job.future.set_exception(failure)  # type: ignore[arg-type]
-        else:
-            job.future.set_result(job.finish(value))
-        return job.future
+    def _lose(self, job: _Job) -> None:
+        """A job of a failed step: end what it has issued, keep it until the connections are closed."""
+        if job.issued is not None:
+            job.issued.pending.abandon()
+        self._peers.drop("later")  # nothing else of ours was under way there
+        job.running.close()
+        self._lost.append(job)
+
+    def _give_up(self) -> None:
+        """All that this rank has issued in the failed step has ended: close, and say what happened."""
+        if self._error is not None:
+            where, error = self._error
+            self._error = None
+            self._peers.drop("first")
+            if isinstance(error, _ConnectionBroke):
+                assert error.__cause__ is not None
+                self._failure = self._peers.diagnose(where, error.__cause__)
+            else:
+                self._failure = _with_note(error, f"[gradlane: in {where}]")
+            self._peers.next_life()
+        for job in self._lost:
+            if job.loud and self._failure is not None:
+                job.future.set_exception(self._failure)  # type: ignore[arg-type]
+            else:
+                job.future.set_result(job.finish(job.running.bucket.flat))
+        self._lost.clear()
 
 
 class _ConnectionBroke(Exception):
     """The backend failed, not the strategy; the cause tells how."""
+
+
+def _forget_groups(error: BaseException | None) -> None:
+    """A traceback keeps the variables of its frames, and so the very groups that are to be closed."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__package__") == __package__:
+                with contextlib.suppress(RuntimeError):  # still running: it has none
+                    frame.clear()
+        error = error.__cause__
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
