@@ -5,12 +5,13 @@
 import torch.distributed.nn.functional
 
 from ._version import __version__
+from .attachment import Attachment
 from .core.bucket import Bucket, Slot
 from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note
 from .core.events import Event
 from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
-from .ddp import Attachment, attach
+from .ddp import attach
 from .end import shutdown
 from .errors import (
     GradlaneError,

@@ -4,26 +4,17 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 """
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ._version import __version__
-from .core.strategy import Strategy, parts
-from .errors import InvalidValue, WrongState, WrongType
+from .attachment import Attachment, as_strategy
+from .core.strategy import Strategy
+from .errors import WrongState, WrongType
 from .lane.base import DEFAULT_TIMEOUT, completed_future
-from .lane.feed import Feed
-from .lane.open import open_lane, refuse_differences
-from .log import log
-from .report.ledger import Ledger, Observer
-from .strategies.route import Route
-from .strategies.text import describe, parse
-
-FORMAT = 1  # of Attachment.state_dict
+from .report.ledger import Observer
 
 
 class _Port:
@@ -32,9 +23,11 @@ class _Port:
     def __init__(self) -> None:
         self.attachment: Attachment | None = None
 
+    def let_go(self) -> None:
+        self.attachment = None
+
 
 _ports: "weakref.WeakKeyDictionary[DistributedDataParallel, _Port]" = weakref.WeakKeyDictionary()
-_open: "weakref.WeakSet[Attachment]" = weakref.WeakSet()
 
 
 def gradlane_hook(state: _Port, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -44,7 +37,7 @@ def gradlane_hook(state: _Port, bucket: dist.GradBucket) -> torch.futures.Future
             WrongState("the attachment of this model was closed; attach again before you train on")
         )
         return completed_future(bucket.buffer())
-    return state.attachment._reduce(bucket)
+    return state.attachment.reduce(bucket)
 
 
 def _raise_after_backward(error: Exception) -> None:
@@ -63,7 +56,7 @@ def attach(
     observer: Observer | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
-) -> "Attachment":
+) -> Attachment:
     """Let a strategy carry the gradients of a DDP model, on the model's own process group.
 
     Call it on every rank, after DDP has wrapped the model and before the first backward. All ranks
@@ -78,7 +71,7 @@ def attach(
         ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
     """
     _check_model(ddp)
-    strategy = _strategy(strategy)
+    strategy = as_strategy(strategy)
     port = _ports.get(ddp)
     if port is not None and port.attachment is not None:
         raise WrongState(
@@ -94,145 +87,8 @@ def attach(
         port = _ports[ddp] = _Port()
         ddp.register_comm_hook(port, gradlane_hook)
     port.attachment = attachment
-    attachment._port = weakref.ref(port)
+    attachment.on_close = port.let_go
     return attachment
-
-
-class Attachment:
-    """A strategy at work on a model. Made by ``attach``; also a context manager that closes."""
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        strategy: Strategy,
-        observer: Observer | None,
-        timeout: float,
-        ranks_per_node: int | None,
-    ) -> None:
-        self.strategy = strategy
-        self._ledger = Ledger(observer)
-        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
-        _warn_of_unmatched(strategy, tuple(self._names.values()))
-        opened = open_lane(
-            ddp.process_group,
-            ddp.device,
-            self._ledger,
-            {"version": __version__, "strategy": describe(strategy, shared_only=True)},
-            parameters=_parameter_lines(ddp),
-            timeout=timeout,
-            ranks_per_node=ranks_per_node,
-            doing="attach",
-        )
-        model = weakref.ref(ddp)  # the model must be free to go before its process group does
-        self._board = opened.board
-        self._swaps = 0
-        self._closed = False
-        self._port: weakref.ref[_Port] | None = None
-        self._feed = Feed(
-            opened.lane,
-            self._ledger,
-            rank=opened.rank,
-            sizes=opened.sizes,
-            name_of=self._name_of,
-            count_active=lambda: _counts_active(model()),
-        )
-        _open.add(self)
-        log.info("attached %s to %d ranks", describe(strategy), opened.sizes["world"])
-
-    @property
-    def step(self) -> int:
-        """The step that the next backward will be; counts backwards with synchronisation only."""
-        return self._feed.step
-
-    def swap(self, strategy: Strategy | str) -> None:
-        """Go on with another strategy from the next step on.
-
-        Call it on every rank between the same two steps. The ranks compare step and strategy, and
-        all refuse if they differ; the old strategy then stays in force.
-        """
-        self._must_be_open()
-        strategy = _strategy(strategy)
-        if self._feed.in_step:
-            raise WrongState("swap in the middle of a backward pass; call it between two steps")
-        self._swaps += 1
-        told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
-        _, all_told = self._board.agree(f"swap{self._swaps}", told, doing="swap")
-        refuse_differences(all_told, tuple(told), "swap")
-        _warn_of_unmatched(strategy, tuple(self._names.values()))
-        self.strategy = strategy
-
-    def metrics(self) -> dict[str, float]:
-        """Totals since ``attach`` as one flat dict: ``comm/bytes_wire``, ``comm/ratio``, ..."""
-        return self._ledger.metrics()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "strategy": describe(self.strategy, shared_only=True),
-            "state": self.strategy.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; refuses the state of another strategy."""
-        self._must_be_open()
-        if missing := {"format", "step", "strategy", "state"} - set(state):
-            raise InvalidValue(
-                f"the state lacks {', '.join(sorted(missing))}; pass what Attachment.state_dict() gave"
-            )
-        if state["format"] != FORMAT:
-            raise InvalidValue(f"the state has format {state['format']}, this version reads {FORMAT}")
-        mine = describe(self.strategy, shared_only=True)
-        if state["strategy"] != mine:
-            raise InvalidValue(
-                f"the state was saved by {state['strategy']}, this attachment runs {mine}; attach the "
-                "strategy that saved it, and swap() afterwards if you want another"
-            )
-        if not isinstance(state["step"], int) or state["step"] < 0:
-            raise InvalidValue(f"the state is in step {state['step']!r}; a step is a number from 0 on")
-        self.strategy.load_state_dict(state["state"])
-        self._feed.step = state["step"]
-
-    def close(self) -> None:
-        """Finish what is under way, end the lane and let go of all connections. Twice is fine.
-
-        The model stays as it is, but a backward of it raises until something is attached again.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        port = self._port() if self._port is not None else None
-        if port is not None and port.attachment is self:
-            port.attachment = None
-        self._feed.lane.close()
-        _open.discard(self)
-
-    def __enter__(self) -> "Attachment":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"step {self.step}"
-        return f"<Attachment of {describe(self.strategy)}, {state}>"
-
-    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        return self._feed.reduce(bucket, self.strategy)
-
-    def _name_of(self, index: int, place: int, parameter: Tensor) -> str:
-        return self._names.get(id(parameter)) or f"bucket{index}.{place}"
-
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise WrongState("this attachment is closed; attach again")
-
-
-def close_all() -> None:
-    """Close every attachment that is still open."""
-    for attachment in list(_open):
-        attachment.close()
 
 
 def _check_model(ddp: object) -> None:
@@ -249,38 +105,3 @@ def _check_model(ddp: object) -> None:
             f"attach needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first: "
             "ddp = DistributedDataParallel(model)"
         )
-
-
-def _strategy(given: object) -> Strategy:
-    if isinstance(given, str):
-        return parse(given)
-    if isinstance(given, Strategy):
-        return given
-    if isinstance(given, type) and issubclass(given, Strategy):
-        raise WrongType(f"got the class {given.__name__}; write {given.__name__}(...)")
-    if callable(given):
-        raise WrongType(
-            f"got the function {getattr(given, '__qualname__', given)!r}, not a strategy; a torch hook "
-            "goes to ddp.register_comm_hook(state, hook), an async function to gradlane.strategy_from"
-        )
-    raise WrongType(f"got a {type(given).__name__}, not a strategy; write gradlane.Mean(), say")
-
-
-def _parameter_lines(ddp: DistributedDataParallel) -> list[str]:
-    return [
-        f"{name} {list(p.shape)} {describe(p.dtype)} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in ddp.module.named_parameters()
-    ]
-
-
-def _counts_active(ddp: DistributedDataParallel | None) -> bool:
-    """Whether ``join(divide_by_initial_world_size=False)`` is in force."""
-    if ddp is None or not ddp._join_config.enable:
-        return False
-    return not getattr(ddp, "_divide_by_initial_world_size", True)
-
-
-def _warn_of_unmatched(strategy: Strategy, names: tuple[str, ...]) -> None:
-    for part in parts(strategy):
-        if isinstance(part, Route) and (unmatched := part.unmatched(names)):
-            log.warning("Route: no parameter matches %s", ", ".join(map(repr, unmatched)))

@@ -8,12 +8,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import compat, ddp
+from . import attachment, compat
 
 
 def close_all() -> None:
     """Close every attachment and every lane of a compat hook that is still open."""
-    ddp.close_all()
+    attachment.close_all()
     compat.close_all()
 
 

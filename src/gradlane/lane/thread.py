@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -24,6 +22,7 @@ from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
 from .base import Finish, Listener, same
+from .failure import ConnectionBroke, forget_groups, with_note
 from .peers import Peers, Turn
 from .perform import Pending, commit, issue
 
@@ -182,12 +181,12 @@ class ThreadLane:
         try:
             return _Issued(issue(group, request, bucket.divisor(request.over)), event, start)
         except RuntimeError as error:
-            raise _ConnectionBroke from error
+            raise ConnectionBroke from error
 
     def _group(self, over: Scope, turn: Turn, step: int) -> Any:
         with self._lock:
             if self._failed_step == step:  # or this would form new connections for a lost step
-                raise _ConnectionBroke from RuntimeError("the step has failed already")
+                raise ConnectionBroke from RuntimeError("the step has failed already")
             self._exchanged = True
             return self._peers.group(over, turn, step)
 
@@ -195,7 +194,7 @@ class ThreadLane:
         try:
             answer = issued.pending.wait()
         except RuntimeError as error:
-            raise _ConnectionBroke from error
+            raise ConnectionBroke from error
         self._listener.heard(issued.event, time.perf_counter() - issued.start)
         return answer
 
@@ -210,7 +209,7 @@ class ThreadLane:
         try:
             first, last = commit(self._group("world", "later", step), step)
         except RuntimeError as error:
-            raise _ConnectionBroke from error
+            raise ConnectionBroke from error
         self._exchanged = False
         if first != last:
             raise RanksDisagree(
@@ -224,16 +223,16 @@ class ThreadLane:
             self._failed_step = self._stopped_step = running.bucket.step
             self._exchanged = False
         where = running.where()
-        cause = error.__cause__ if isinstance(error, _ConnectionBroke) else error
+        cause = error.__cause__ if isinstance(error, ConnectionBroke) else error
         assert cause is not None
-        if not isinstance(error, _ConnectionBroke | PeerFailed | RanksDisagree):
+        if not isinstance(error, ConnectionBroke | PeerFailed | RanksDisagree):
             with contextlib.suppress(PeerFailed, RanksDisagree):
                 # A second failure in a row may come before this step has met its peers. They will look
                 # for this rank there, so it meets them, only to let go.
                 self._peers.group("world", "later", running.bucket.step)
         self._error = (where, error)
-        _forget_groups(error)
-        self._peers.report(where, cause, raised=not isinstance(error, _ConnectionBroke | PeerFailed))
+        forget_groups(error)
+        self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
 
     def _lose(self, job: _Job) -> None:
         """A job of a failed step: end what it has issued, keep it until the connections are closed."""
@@ -249,11 +248,11 @@ class ThreadLane:
             where, error = self._error
             self._error = None
             self._peers.drop("first")
-            if isinstance(error, _ConnectionBroke):
+            if isinstance(error, ConnectionBroke):
                 assert error.__cause__ is not None
                 self._failure = self._peers.diagnose(where, error.__cause__)
             else:
-                self._failure = _with_note(error, f"[gradlane: in {where}]")
+                self._failure = with_note(error, f"[gradlane: in {where}]")
             self._peers.next_life()
         for job in self._lost:
             if job.loud and self._failure is not None:
@@ -261,25 +260,3 @@ class ThreadLane:
             else:
                 job.future.set_result(job.finish(job.running.bucket.flat))
         self._lost.clear()
-
-
-class _ConnectionBroke(Exception):
-    """The backend failed, not the strategy; the cause tells how."""
-
-
-def _forget_groups(error: BaseException | None) -> None:
-    """A traceback keeps the variables of its frames, and so the very groups that are to be closed."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__package__") == __package__:
-                with contextlib.suppress(RuntimeError):  # still running: it has none
-                    frame.clear()
-        error = error.__cause__
-
-
-def _with_note(error: BaseException, note: str) -> BaseException:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]} {note}", *error.args[1:])
-    return error
