@@ -10,6 +10,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -27,13 +28,13 @@ ARMS = (BASE, "DDP without a hook", "Mean()", "compat.allreduce_hook", "torch fp
         "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)")  # fmt: skip
 
 
-def model() -> nn.Module:
+def model(width: int, depth: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)], nn.Linear(1024, 1000))
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)], nn.Linear(width, 1000))
 
 
-def arm(name: str, bucket_mb: float) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(model(), bucket_cap_mb=bucket_mb)
+def arm(name: str, width: int, depth: int, bucket_mb: float) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model(width, depth), bucket_cap_mb=bucket_mb)
     if name == BASE:
         ddp.register_comm_hook(None, torch_hooks.allreduce_hook)
     elif name == "torch fp16_compress_hook":
@@ -45,9 +46,9 @@ def arm(name: str, bucket_mb: float) -> DistributedDataParallel:
     return ddp
 
 
-def measure(rank: int, steps: int, bucket_mb: float, names: tuple[str, ...]) -> dict:
-    models = {name: arm(name, bucket_mb) for name in names}
-    inputs = torch.randn(16, 1024)
+def measure(rank: int, steps: int, shape: tuple[int, int, float], names: tuple[str, ...]) -> dict:
+    models = {name: arm(name, *shape) for name in names}
+    inputs = torch.randn(16, shape[0])
     figures = {name: {"cpu": [], "wall": []} for name in names}
     buckets = {}
     for step in range(steps + 3):
@@ -76,11 +77,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--bucket-mb", type=float, default=25.0)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--arm", action="append")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = tuple(options.arm) if options.arm else ARMS
-    found = run_ranks(measure, options.ranks, options.steps, options.bucket_mb, names, deadline=900)
+    shape = (options.width, options.depth, options.bucket_mb)
+    found = run_ranks(measure, options.ranks, options.steps, shape, names, deadline=900)
     rows = []
     for name in names:
         cpu = [statistics.median(rank["figures"][name]["cpu"]) for rank in found]
@@ -104,7 +108,14 @@ def main() -> None:
         row["wall_ratio"] = row["wall_s"] / base["wall_s"]
         shown = (row["cpu_s"] * 1e3, row["cpu_ratio"], row["cpu_min_s"] * 1e3, row["cpu_min_ratio"],
                  row["wall_s"] * 1e3, row["wall_ratio"])  # fmt: skip
-        print(f"{row['arm']:28s}", *(f"{value:8.3f}" for value in shown))
+        print(f"{row['arm']:28s}", *(f"{value:8.3f}" for value in shown), end="")
+        if row["buckets"]:
+            row["cpu_per_bucket_s"] = (row["cpu_s"] - base["cpu_s"]) / row["buckets"]
+            print(
+                f"  {row['cpu_per_bucket_s'] * 1e3:+.3f} ms CPU for each of {row['buckets']:.0f} buckets",
+                end="",
+            )
+        print()
     if options.json:
         where = {
             "torch": torch.__version__,
@@ -112,8 +123,9 @@ def main() -> None:
             "cpu": platform.machine(),
             "link": "loopback",
         }
-        settings = {"ranks": options.ranks, "steps": options.steps, "bucket_mb": options.bucket_mb}
-        options.json.write_text(json.dumps({**where, **settings, "arms": rows}, indent=1) + "\n")
+        settings = {name: value for name, value in vars(options).items() if name not in ("arm", "json")}
+        told = {"command": " ".join(sys.argv), **where, **settings, "arms": rows}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

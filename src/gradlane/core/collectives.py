@@ -38,13 +38,16 @@ class Request:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for payload in self.payloads for tensor in payload)
 
-    @property
-    def elements(self) -> int:
-        return sum(stored_elements(tensor) for tensor in self.tensors)
-
-    @property
-    def bytes(self) -> int:
-        return sum(stored_bytes(tensor) for tensor in self.tensors)
+    def size(self) -> tuple[int, int]:
+        """Elements and bytes of the whole payload; of a sparse tensor, its indices and values."""
+        elements = payload = 0
+        for part in self.payloads:
+            for tensor in part:
+                for stored in _stored(tensor) if tensor.is_sparse else (tensor,):
+                    count = stored.numel()
+                    elements += count
+                    payload += count * stored.element_size()
+        return elements, payload
 
     def __str__(self) -> str:
         what = ", ".join(
@@ -126,15 +129,6 @@ def _payload(payload: Payload, caller: str) -> Payload:
     return tuple(part.contiguous() for part in payload)
 
 
-def stored_elements(tensor: Tensor) -> int:
-    if tensor.is_sparse:
-        tensor = tensor.coalesce()
-        return tensor.values().numel() + tensor.indices().numel()
-    return tensor.numel()
-
-
-def stored_bytes(tensor: Tensor) -> int:
-    if tensor.is_sparse:
-        tensor = tensor.coalesce()
-        return stored_bytes(tensor.values()) + stored_bytes(tensor.indices())
-    return tensor.numel() * tensor.element_size()
+def _stored(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    coalesced = sparse.coalesce()
+    return coalesced.indices(), coalesced.values()

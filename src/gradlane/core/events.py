@@ -25,19 +25,12 @@ class Event:
 
     @classmethod
     def of(cls, request: Request, bucket: Bucket, phase: int, size: int) -> Event:
-        elements, payload = request.elements, request.bytes
+        elements, payload = request.size()
+        sent = wire_bytes(request.kind, payload, size)
         return cls(
-            step=bucket.step,
-            bucket=bucket.index,
-            phase=phase,
-            kind=request.kind,
-            op=request.op,
-            over=request.over,
-            payload_elements=elements,
-            payload_bytes=payload,
-            wire_bytes=wire_bytes(request.kind, payload, size),
-            parameters=bucket.names,
-        )
+            bucket.step, bucket.index, phase, request.kind, request.op, request.over,
+            elements, payload, sent, bucket.names,
+        )  # fmt: skip
 
 
 def wire_bytes(kind: Kind, payload_bytes: int, size: int) -> int:

@@ -84,7 +84,6 @@ class ThreadLane:
         self._thread.start()
         _living.add(self)
 
-    @torch.no_grad()
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
     ) -> Future[Tensor]:
@@ -96,14 +95,18 @@ class ThreadLane:
             self._idle.clear()
         if self._stopped_step != bucket.step:
             try:
-                request = job.running.resume()
-                if request is not None:
-                    job.issued = self._issue(request, job.running, "first")
+                with torch.no_grad():  # backward may be recording (create_graph)
+                    self._start(job)
             except BaseException as error:  # noqa: BLE001  the thread takes it from here, in its order
                 job.error = error
                 self._stopped_step = bucket.step
         self._jobs.put(job)
         return job.future
+
+    def _start(self, job: _Job) -> None:
+        request = job.running.resume()
+        if request is not None:
+            job.issued = self._issue(request, job.running, "first")
 
     def drain(self) -> None:
         """Wait until nothing is under way. In Python, so that signals are served meanwhile."""
