@@ -120,7 +120,7 @@ class Attachment:
         if not isinstance(state["step"], int) or state["step"] < 0:
             raise InvalidValue(f"the state is in step {state['step']!r}; a step is a number from 0 on")
         self.strategy.load_state_dict(state["state"])
-        self._feed.step = state["step"]
+        self._feed.go_to(state["step"])
 
     def close(self) -> None:
         """Finish what is under way, end the lane and let go of all connections. Twice is fine.

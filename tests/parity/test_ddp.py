@@ -176,6 +176,11 @@ def test_joined_ranks_weigh_nothing():
     assert run_ranks(join_weighted, 2) == [True, True]
 
 
+def test_alone():
+    for outcomes in run_ranks(compare_with_plain, 1, ["many buckets", "complex"]):
+        assert all(all(outcome) for outcome in outcomes.values()), outcomes
+
+
 def on_a_subgroup(rank):
     """Ranks 1 and 3 train together, rank 0 and 2 do not: two lanes on two subgroups."""
     odd = torch.distributed.new_group([1, 3])

@@ -163,6 +163,61 @@ def test_an_error_in_the_first_step(static_graph):
     assert torch.equal(a, b)
 
 
+def back_to_the_failed_step(rank):
+    """A step that failed is run again after loading the state before it: it must be reduced this time."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    with gl.attach(ddp, Fails([(1, 2, 0, 1)]), timeout=20) as attachment:
+        for step in range(2):
+            ddp(data(rank, step)).backward()
+        state = attachment.state_dict()
+        with pytest.raises((Broken, gl.PeerFailed)):
+            ddp(data(rank, 2)).backward()
+        attachment.load_state_dict(state)
+        assert attachment.step == 2
+        attachment.strategy.places = []
+        ddp.zero_grad()
+        ddp(data(rank, 2)).backward()
+    return replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
+
+
+def test_a_failed_step_can_be_run_again():
+    assert run_ranks(back_to_the_failed_step, 2) == [True, True]
+
+
+class Checkpointed(torch.nn.Module):
+    """Reentrant checkpoints run parts of backward in backwards of their own."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.body = build(depth=3)
+        self.first = torch.nn.Linear(24, 24)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.body.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.body(x)
+
+
+def fail_in_a_checkpoint(rank, reentrant):
+    ddp = DistributedDataParallel(build(Checkpointed, reentrant=reentrant), static_graph=True, **SMALL)
+    caught = []
+    with gl.attach(ddp, Fails([(0, 2, 1, 1)]), timeout=20):
+        for step in range(5):
+            ddp.zero_grad()
+            try:
+                ddp(data(rank, step)).backward()
+            except (Broken, gl.PeerFailed):
+                caught.append(step)
+    return caught, replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
+
+
+def test_activation_checkpoints():
+    assert run_ranks(fail_in_a_checkpoint, 2, False) == [([2], True)] * 2
+    assert run_ranks(fail_in_a_checkpoint, 2, True) == [([2], True)] * 2
+
+
 def lose_a_peer(rank, how, timeout):
     ddp = DistributedDataParallel(build(), **SMALL)
     attachment = gl.attach(ddp, "Mean()", timeout=timeout)

@@ -56,6 +56,18 @@ def test_scopes():
     assert [answer["a"].item() for answer in answers] == [10, 51, 155, 10, 51, 155]
 
 
+def test_sparse_gradients_have_a_bucket_of_their_own():
+    def table(row):
+        return torch.sparse_coo_tensor([[row]], [[2.0, 4.0]], (3, 2), check_invariants=True)
+
+    simulation = gl.Simulation("Mean()", world=2)
+    answers = simulation.step([{"table": table(rank), "w": torch.ones(2)} for rank in (0, 1)])
+    assert answers[1]["table"].to_dense().tolist() == [[1, 2], [1, 2], [0, 0]]
+    assert [event.parameters for event in simulation.events] == [("w",), ("table",)]
+    with pytest.raises(gl.WrongType, match="Cast cannot carry the sparse gradient of 'table'"):
+        gl.Simulation("Cast(Mean(), float16)", world=1).step([{"table": table(0)}])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,19 +15,24 @@ import torch
 from .base import Lane
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside ``backward``; DDP shadows the hook outside for joined ranks."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def current_backward() -> int | None:
+    """A number for the ``backward`` this thread is in; None outside, where DDP shadows joined ranks."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
-def settle_after_backward(lane: Lane, waited: Callable[[float], None]) -> None:
+def settle_after_backward(lane: Lane, whole: Callable[[], bool], waited: Callable[[float], None]) -> None:
     """At the end of this backward: wait for the lane, then raise what went wrong on it.
 
-    ``waited`` is told the seconds that backward could not hide.
+    Not before the step is ``whole``: a reentrant checkpoint ends a backward of its own in the middle,
+    and an error there would leave DDP in half a step. ``waited`` is told the seconds that backward
+    could not hide.
     """
     engine = torch.autograd.Variable._execution_engine
 
     def wait() -> None:
+        if not whole():
+            return
         start = time.perf_counter()
         lane.drain()
         waited(time.perf_counter() - start)

@@ -17,7 +17,7 @@ from ..core.running import intercept
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
-from .backward import in_backward, settle_after_backward
+from .backward import current_backward, settle_after_backward
 from .base import Lane, same
 from .book import Book
 
@@ -46,14 +46,18 @@ class Feed:
         self._world = sizes["world"]
         self._name_of = name_of
         self._count_active = count_active
+        self._settled: int | None = None
         self._scratch = Scratch()
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
-        active = in_backward()
+        backward = current_backward()
+        active = backward is not None
         bucket = self._bucket(given, joined=not active)
-        if active and not self.in_step:
-            settle_after_backward(self.lane, self.book.waited)
+        if active and backward != self._settled:
+            # Once for each backward; a checkpointed module runs parts of it in one of their own.
+            settle_after_backward(self.lane, lambda: not self.in_step, self.book.waited)
+            self._settled = backward
         self.in_step = not bucket.is_last
         self.step += bucket.is_last
         if self._count_active():
@@ -67,6 +71,11 @@ class Feed:
             finish=same if finish is None else lambda mean: finish(mean.view(-1, 2)),
             loud=not active,  # outside of backward DDP waits for the future and shows its error
         )
+
+    def go_to(self, step: int) -> None:
+        """Number the next step anew, as a resumed run does."""
+        self.step = step
+        self.lane.forget_failure()  # that step may have failed in this process, in another life
 
     def _bucket(self, given: dist.GradBucket, *, joined: bool) -> Bucket:
         flat = given.buffer()

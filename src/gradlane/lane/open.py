@@ -18,7 +18,7 @@ from .peers import Peers
 from .stream import StreamLane
 from .thread import ThreadLane
 
-HOST_BACKENDS = ("gloo", "mpi")
+HOST_BACKENDS = ("gloo",)
 STREAM_BACKENDS = ("nccl", "xccl", "fake")
 
 _opened: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # lanes opened so far, by group
@@ -60,7 +60,7 @@ def open_lane(
     refuse_differences(told, tuple(must_agree), doing)
     if backend in STREAM_BACKENDS:
         return _on_stream(group, device, listener, board)
-    peers = Peers(board, [note["host"] for note in told], backend=backend, ranks_per_node=ranks_per_node)
+    peers = Peers(board, [note["host"] for note in told], ranks_per_node=ranks_per_node)
     peers.group("world", "first", 0)
     lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
     return Opened(lane, board, peers.rank, peers.sizes())
@@ -105,6 +105,11 @@ def backend_of(group: Any, device: torch.device) -> str:
         raise InvalidValue(
             f"the model is on {device.type}, its process group on {backend}; "
             "use init_process_group('nccl') for a model on CUDA"
+        )
+    if backend == "mpi":
+        raise InvalidValue(
+            "MPI process groups have no store through which the ranks could agree; "
+            "use init_process_group('gloo')"
         )
     if backend not in HOST_BACKENDS + STREAM_BACKENDS:
         raise InvalidValue(

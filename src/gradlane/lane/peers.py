@@ -28,14 +28,11 @@ class Peers:
     the next step forms new ones.
     """
 
-    def __init__(
-        self, board: Board, hosts: list[str], *, backend: str, ranks_per_node: int | None = None
-    ) -> None:
+    def __init__(self, board: Board, hosts: list[str], *, ranks_per_node: int | None = None) -> None:
         self._board = board
         self.rank = board.rank
         self.world = board.world
         self.timeout = board.timeout
-        self._backend = backend
         self._nodes = _nodes(hosts, ranks_per_node)
         self._groups: dict[tuple[Scope, Turn], Any] = {}
         self._dropped = False
@@ -82,7 +79,7 @@ class Peers:
     def _formed(self, over: Scope, turn: Turn) -> Any:
         members = self._members(over)
         store = self._board.store(f"{self._token}/{over}/{turn}/{members[0]}")
-        return _connected(store, members.index(self.rank), members, self.timeout, self._backend)
+        return _connected(store, members.index(self.rank), members, self.timeout)
 
     def _members(self, over: Scope) -> list[int]:
         if over == "world":
@@ -147,9 +144,6 @@ class Peers:
         if dropped:
             self._dropped = True
             wait_for_idle_workers()
-        if self._backend == "mpi":
-            for group in dropped:
-                dist.destroy_process_group(group)
 
     def next_life(self) -> None:
         """The next request forms new groups, after the ranks have met again."""
@@ -173,9 +167,7 @@ def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _connected(store: dist.Store, rank: int, members: list[int], timeout: float, backend: str) -> Any:
-    if backend == "mpi":  # knows no stores; works where the model spans all ranks
-        return dist.new_group(members, backend="mpi")
+def _connected(store: dist.Store, rank: int, members: list[int], timeout: float) -> Any:
     try:
         return dist.ProcessGroupGloo(store, rank, len(members), timedelta(seconds=timeout))
     except RuntimeError as error:

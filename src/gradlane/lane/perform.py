@@ -44,7 +44,7 @@ class Pending:
 
 
 def issue(group: Any, request: Request, divisor: int) -> Pending:
-    """Start a request on a group whose collectives complete on the host (Gloo, MPI).
+    """Start a request on a group whose collectives complete on the host (Gloo).
 
     All-gathers and all-to-alls go as direct sends in chunks, received in their final place. On Gloo
     that reaches 94 % of a 100 Mbit link, where its own all-gather stays at 64 to 79 %.

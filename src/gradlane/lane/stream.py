@@ -79,6 +79,9 @@ class StreamLane:
         failure, self._failure = self._failure, None
         return failure
 
+    def forget_failure(self) -> None:
+        self._failure = None
+
     def where(self) -> str:
         return self._where
 

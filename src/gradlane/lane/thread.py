@@ -116,6 +116,9 @@ class ThreadLane:
         failure, self._failure = self._failure, None
         return failure
 
+    def forget_failure(self) -> None:
+        self._stopped_step = self._failed_step = self._failure = None
+
     def where(self) -> str:
         """What the lane is doing, for whoever finds it stuck."""
         serving = self._serving
