@@ -82,9 +82,9 @@ class Attachment:
         strategy = as_strategy(strategy)
         if self._feed.in_step:
             raise WrongState("swap in the middle of a backward pass; call it between two steps")
-        self._swaps += 1
         told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
         _, all_told = self._board.agree(f"swap{self._swaps}", told, doing="swap")
+        self._swaps += 1
         refuse_differences(all_told, tuple(told), "swap")
         _warn_of_unmatched(strategy, tuple(self._names.values()))
         self.strategy = strategy

@@ -4,6 +4,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 """
 
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def attach(
     strategy: Strategy | str,
     *,
     observer: Observer | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
 ) -> Attachment:
     """Let a strategy carry the gradients of a DDP model, on the model's own process group.
@@ -67,7 +68,7 @@ def attach(
         ddp: the ``DistributedDataParallel`` model.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
         observer: called with an ``Event`` for every request, on the lane's thread.
-        timeout: seconds after which a rank that does not answer is an error.
+        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error.
         ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
     """
     _check_model(ddp)
@@ -82,7 +83,8 @@ def attach(
             f"DDP has the hook {ddp._comm_hooks[0][0].__qualname__!r} registered, and takes one for "
             "ever; build the DDP model anew, or do not register that hook"
         )
-    attachment = Attachment(ddp, strategy, observer, timeout, ranks_per_node)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    attachment = Attachment(ddp, strategy, observer, seconds, ranks_per_node)
     if port is None:
         port = _ports[ddp] = _Port()
         ddp.register_comm_hook(port, gradlane_hook)

@@ -26,7 +26,7 @@ class Slot(NamedTuple):
         return self.shape.numel()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """What a strategy receives: one flat gradient, and all that DDP knows about it.
 

@@ -110,7 +110,9 @@ class ThreadLane:
 
     def drain(self) -> None:
         """Wait until nothing is under way. In Python, so that signals are served meanwhile."""
-        self._idle.wait()
+        while not self._idle.wait(1.0):
+            if not self._thread.is_alive():
+                raise WrongState("the lane's thread is gone; its own error is in the log of this process")
 
     def take_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None

@@ -55,8 +55,8 @@ class Trace:
 def dry_run(
     strategy: Strategy | str,
     shapes: Mapping[str, Shape] | nn.Module,
-    *,
     world: int,
+    *,
     step: int = 0,
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int | None = None,
