@@ -7,10 +7,14 @@ wanted=$(cat pyproject.toml constraints.txt setup.sh | cksum; pwd)
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
+python=${PYTHON:-python3}
 if [ ! -x .venv/bin/python ]; then
   echo "making .venv ..."
-  "${PYTHON:-python3}" -m venv .venv
+  # Some systems ship venv without ensurepip; their own pip can then install into it from outside.
+  "$python" -m venv .venv >/dev/null 2>&1 || "$python" -m venv --clear --without-pip .venv
 fi
+pip=(.venv/bin/python -m pip)
+"${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
 echo "installing gradlane and its tools into .venv (the first time takes a minute or two) ..."
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+"${pip[@]}" install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 printf '%s\n' "$wanted" > "$stamp"

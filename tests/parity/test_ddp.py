@@ -240,6 +240,7 @@ def compiled(rank, backend):
     return results
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it loads its compiler
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_modules(backend):
     assert run_ranks(compiled, 2, backend, deadline=240) == [[True, True]] * 2
