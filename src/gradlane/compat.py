@@ -39,7 +39,7 @@ __all__ = [
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
-_feeds: dict[tuple[int, str], tuple["weakref.ref[Any]", Feed]] = {}
+_feeds: dict[tuple[int, int], tuple["weakref.ref[Any]", Feed]] = {}
 
 
 def allreduce_hook(
@@ -130,8 +130,7 @@ def _feed(group: Any, bucket: dist.GradBucket, strategy: Strategy) -> Feed:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise WrongType(f"the state of this hook is a process group or None, got {type(group).__name__}")
-    text = describe(strategy)
-    known = _feeds.get((id(group), text))
+    known = _feeds.get((id(group), id(strategy)))
     if known is not None and known[0]() is group:
         return known[1]
     _close_forgotten()
@@ -140,7 +139,7 @@ def _feed(group: Any, bucket: dist.GradBucket, strategy: Strategy) -> Feed:
         group,
         bucket.buffer().device,
         ledger,
-        {"version": __version__, "hook": text},
+        {"version": __version__, "hook": describe(strategy)},
         parameters=[],
         timeout=DEFAULT_TIMEOUT,
         doing="first use of a gradlane.compat hook",
@@ -152,7 +151,7 @@ def _feed(group: Any, bucket: dist.GradBucket, strategy: Strategy) -> Feed:
         sizes=opened.sizes,
         name_of=lambda index, place, parameter: f"bucket{index}.{place}",
     )
-    _feeds[id(group), text] = (weakref.ref(group), feed)
+    _feeds[id(group), id(strategy)] = (weakref.ref(group), feed)  # hooks keep their strategies for ever
     return feed
 
 

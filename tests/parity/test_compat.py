@@ -1,5 +1,6 @@
 """torch's hooks under their own names: what torch promises, and what it gets wrong."""
 
+import functools
 import inspect
 
 import pytest
@@ -162,6 +163,26 @@ def on_a_subgroup(rank):
 
 def test_a_group_as_state_is_used():
     assert run_ranks(on_a_subgroup, 4) == [True] * 4
+
+
+def two_models(rank):
+    """Two models of one shape, one hook and one backward: their messages must not share a buffer."""
+    expected = [
+        flat(train(rank, "compat bf16", steps=1, make=functools.partial(build, seed=s))[0][0]) for s in (1, 2)
+    ]
+    models = [DistributedDataParallel(build(seed=seed)) for seed in (1, 2)]
+    for model in models:
+        model.register_comm_hook(None, compat.bf16_compress_hook)
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+        (models[0](data(rank, 0)) + models[1](data(rank, 0))).backward()
+    found = [flat([p.grad for p in model.parameters() if p.requires_grad]) for model in models]
+    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+def test_two_models_with_one_hook():
+    assert run_ranks(two_models, 2) == [[True, True]] * 2
 
 
 def many_steps(rank, how):

@@ -85,7 +85,7 @@ class Bucket:
         if self.scratch is None:
             return torch.empty(numel, dtype=dtype, device=self.flat.device)
         place = self.layout[0].name if self.layout else ""
-        return self.scratch.get((self.index, place, use), numel, dtype, self.flat.device)
+        return self.scratch.get((place, use), numel, dtype, self.flat.device)
 
     def seed(self, salt: int, *, shared: bool) -> int:
         """A seed for this place and no other: equal on all ranks if ``shared``, else this rank's own.

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Scratch:
-    """One model's buffers, by bucket and use.
+    """One bucket's buffers, by use.
 
     A message as large as a bucket costs more to allocate (the pages are new every time) than to fill.
-    Scratch belongs to the model, not to the strategy: two models may share a strategy and be under
+    Scratch belongs to the bucket, not to the strategy: two models may share a strategy and be under
     way at the same time.
     """
 

@@ -47,7 +47,7 @@ class Feed:
         self._name_of = name_of
         self._count_active = count_active
         self._settled: int | None = None
-        self._scratch = Scratch()
+        self._scratch: dict[int, Scratch] = {}  # by the address of DDP's bucket
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
@@ -79,9 +79,10 @@ class Feed:
 
     def _bucket(self, given: dist.GradBucket, *, joined: bool) -> Bucket:
         flat = given.buffer()
+        layout = self._layout(given, flat.is_complex())
         return Bucket(
             flat=torch.view_as_real(flat).view(-1) if flat.is_complex() else flat,
-            layout=self._layout(given, flat.is_complex()),
+            layout=layout,
             step=self.step,
             rank=self._rank,
             world=self._world,
@@ -89,7 +90,7 @@ class Feed:
             is_last=given.is_last(),
             joined=joined,
             sizes=self._sizes,
-            scratch=self._scratch,
+            scratch=self._scratch.setdefault(flat.data_ptr(), Scratch()) if not flat.is_sparse else None,
         )
 
     def _layout(self, given: dist.GradBucket, is_complex: bool) -> tuple[Slot, ...]:
@@ -105,6 +106,8 @@ class Feed:
             Slot(self._name_of(index, place, parameter), torch.Size((*parameter.shape, *pair)))
             for place, parameter in enumerate(parameters)
         )
+        if known is not None:
+            self._scratch.clear()  # made for buckets that are no more; what is under way keeps its own
         self._layouts[index] = (who, layout)
         return layout
 

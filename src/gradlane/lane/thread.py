@@ -77,7 +77,7 @@ class ThreadLane:
         self._error: tuple[str, BaseException] | None = None  # what went wrong first, and where
         self._lost: list[_Job] = []  # jobs of the failed step, until its connections are closed
         self._failure: BaseException | None = None  # for the trainer
-        self._exchanged = False  # whether this step has sent anything
+        self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -195,7 +195,7 @@ class ThreadLane:
         with self._lock:
             if self._failed_step == step:  # or this would form new connections for a lost step
                 raise ConnectionBroke from RuntimeError("the step has failed already")
-            self._exchanged = True
+            self._exchanged.add(step)
             return self._peers.group(over, turn, step)
 
     def _answered(self, issued: _Issued) -> object:
@@ -212,13 +212,13 @@ class ThreadLane:
         Without this a rank that fails after its last collective would be alone: the others would
         have taken the step already. One message of 16 bytes per step; none if nothing was sent.
         """
-        if not self._exchanged or self._peers.world == 1:
+        if step not in self._exchanged or self._peers.world == 1:
             return
         try:
             first, last = commit(self._group("world", "later", step), step)
         except RuntimeError as error:
             raise ConnectionBroke from error
-        self._exchanged = False
+        self._exchanged.discard(step)
         if first != last:
             raise RanksDisagree(
                 f"the ranks are in different steps, from {first} to {last}: one of them ran a backward "
@@ -229,7 +229,7 @@ class ThreadLane:
         """The step is lost: tell the peers, and let those fail that wait for a later request."""
         with self._lock:
             self._failed_step = self._stopped_step = running.bucket.step
-            self._exchanged = False
+            self._exchanged.clear()
         where = running.where()
         cause = error.__cause__ if isinstance(error, ConnectionBroke) else error
         assert cause is not None
