@@ -7,26 +7,22 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
+from . import demo
+
+VERBS = (demo,)  # each has NAME, HELP, add_arguments(parser) and run(options); torch is imported in run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gradlane", description="Control how gradients travel in DDP.")
     parser.add_argument("--version", action="version", version=f"gradlane {__version__}")
     verbs = parser.add_subparsers(title="verbs", dest="verb", required=True)
-    demo = verbs.add_parser("demo", help="train a small model on local processes, with and without gradlane")
-    demo.add_argument("--steps", type=int, default=150, help="steps for each arm (default 150)")
-    demo.add_argument("--ranks", type=int, default=2, help="local processes (default 2)")
-    demo.add_argument(
-        "--arm",
-        action="append",
-        metavar="STRATEGY",
-        help="a strategy to compare, as text; repeat for more (default: Mean and the casts)",
-    )
+    for verb in VERBS:
+        verb_parser = verbs.add_parser(verb.NAME, help=verb.HELP, description=verb.__doc__)
+        verb.add_arguments(verb_parser)
+        verb_parser.set_defaults(run=verb.run)
     options = parser.parse_args(argv)
     try:
-        from .demo import run_demo
-
-        run_demo(steps=options.steps, ranks=options.ranks, arms=options.arm)
+        return options.run(options) or 0
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -36,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"gradlane: {error}", file=sys.stderr)
         return 2
-    return 0
