@@ -8,7 +8,7 @@ from ._version import __version__
 from .attachment import Attachment
 from .core.bucket import Bucket, Slot
 from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note
-from .core.events import Event
+from .core.events import Event, StepTimes, Timing
 from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
 from .ddp import attach
@@ -22,6 +22,8 @@ from .errors import (
     WrongState,
     WrongType,
 )
+from .report.jsonl import JsonLines
+from .report.sink import Run, Sink
 from .simulate.dryrun import Trace, dry_run
 from .simulate.ranks import Simulation
 from .strategies.cast import Cast
@@ -42,6 +44,7 @@ __all__ = [
     "Event",
     "GradlaneError",
     "InvalidValue",
+    "JsonLines",
     "Mean",
     "Memory",
     "Noop",
@@ -51,9 +54,13 @@ __all__ = [
     "RanksDisagree",
     "Reduced",
     "Route",
+    "Run",
     "Simulation",
+    "Sink",
     "Slot",
+    "StepTimes",
     "Strategy",
+    "Timing",
     "Trace",
     "WeightedMean",
     "WrongState",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from .errors import InvalidValue, WrongState, WrongType
 from .lane.feed import Feed
 from .lane.open import open_lane, refuse_differences
 from .log import log
-from .report.ledger import Ledger, Observer
+from .report.ledger import Ledger
+from .report.sink import Observer, Run, observers_of
 from .strategies.route import Route
 from .strategies.text import describe, parse
 
@@ -33,24 +34,27 @@ class Attachment:
         self,
         ddp: DistributedDataParallel,
         strategy: Strategy,
-        observer: Observer | None,
+        observer: Observer | Iterable[Observer] | None,
         timeout: float,
         ranks_per_node: int | None,
     ) -> None:
         self.strategy = strategy
-        self._ledger = Ledger(observer)
+        self._ledger = Ledger(observers_of(observer))
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         _warn_of_unmatched(strategy, tuple(self._names.values()))
-        opened = open_lane(
-            ddp.process_group,
-            ddp.device,
-            self._ledger,
-            {"version": __version__, "strategy": describe(strategy, shared_only=True)},
-            parameters=_parameter_lines(ddp),
-            timeout=timeout,
-            ranks_per_node=ranks_per_node,
-            doing="attach",
-        )
+        group = ddp.process_group
+        run = Run(group.rank(), group.size(), describe(strategy))
+        with self._ledger.opening(run) as ready:  # a file that cannot be written is told to all ranks
+            opened = open_lane(
+                group,
+                ddp.device,
+                self._ledger,
+                {"version": __version__, "strategy": describe(strategy, shared_only=True), "observer": ready},
+                parameters=_parameter_lines(ddp),
+                timeout=timeout,
+                ranks_per_node=ranks_per_node,
+                doing="attach",
+            )
         model = weakref.ref(ddp)  # the model must be free to go before its process group does
         self._board = opened.board
         self._swaps = 0
@@ -90,7 +94,8 @@ class Attachment:
         self.strategy = strategy
 
     def metrics(self) -> dict[str, float]:
-        """Totals since ``attach`` as one flat dict: ``comm/bytes_wire``, ``comm/ratio``, ..."""
+        """One flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since ``attach``, and
+        ``comm/step/bytes_wire``, ... of the last whole step."""
         return self._ledger.metrics()
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,6 +138,7 @@ class Attachment:
         self.on_close()
         self.on_close = _nothing
         self._feed.lane.close()
+        self._ledger.close()
         _open.discard(self)
 
     def __enter__(self) -> Attachment:

@@ -4,6 +4,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 """
 
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -15,7 +16,7 @@ from .attachment import Attachment, as_strategy
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
 from .lane.base import DEFAULT_TIMEOUT, completed_future
-from .report.ledger import Observer
+from .report.sink import Observer
 
 
 class _Port:
@@ -54,7 +55,7 @@ def attach(
     ddp: DistributedDataParallel,
     strategy: Strategy | str,
     *,
-    observer: Observer | None = None,
+    observer: Observer | Iterable[Observer] | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
 ) -> Attachment:
@@ -67,7 +68,8 @@ def attach(
     Args:
         ddp: the ``DistributedDataParallel`` model.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
-        observer: called with an ``Event`` for every request, on the lane's thread.
+        observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
+            ``JsonLines(path)``; or a list of them.
         timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error.
         ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
     """

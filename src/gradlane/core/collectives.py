@@ -108,7 +108,11 @@ async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> l
 
 
 async def note(**figures: Tensor | float) -> None:
-    """Add figures to the metrics, summed by name: ``await note(overflow=count)`` -> ``comm/overflow``."""
+    """Add figures to the metrics, summed by name: ``await note(overflow=count)`` -> ``comm/overflow``.
+
+    A name that ends in ``_square`` is summed over the buckets of a step and shown as its root:
+    ``await note(residual_square=x.dot(x))`` -> ``comm/residual_norm`` of the last step.
+    """
     await Note(dict(figures))
 
 

@@ -1,11 +1,45 @@
-"""One performed request, and what it costs on the wire."""
+"""One performed request: what it costs on the wire, and where its time went."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .bucket import Bucket
 from .collectives import Kind, Op, Request, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one request, in the order in which they pass; only a lane can tell them.
+
+    The lane waits for requests one after the other. While it waits for an earlier one, a request is
+    ``queued``, though the backend may be at work on it already; ``collective`` is what was left to
+    wait for then. So the collective seconds of a step never count a moment twice.
+    """
+
+    began: float
+    """When the strategy turned to this request, by ``time.perf_counter``."""
+    encode: float
+    """The strategy's own work up to the request."""
+    queued: float
+    collective: float
+    decode: float
+    """The strategy's own work after its last answer; 0 for the requests before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When a step's first bucket was ready, backward had computed all, and the lane was done."""
+
+    step: int
+    ready: float
+    computed: float
+    ended: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that backward could not hide."""
+        return self.ended - self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +56,7 @@ class Event:
     payload_bytes: int
     wire_bytes: int
     parameters: tuple[str, ...] = ()
+    timing: Timing | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, request: Request, bucket: Bucket, phase: int, size: int) -> Event:

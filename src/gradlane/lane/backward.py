@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from .base import Lane
+from .span import span
 
 
 def current_backward() -> int | None:
@@ -21,21 +22,24 @@ def current_backward() -> int | None:
     return None if number == -1 else number
 
 
-def settle_after_backward(lane: Lane, whole: Callable[[], bool], waited: Callable[[float], None]) -> None:
+def settle_after_backward(
+    lane: Lane, whole: Callable[[], bool], waited: Callable[[float, float], None]
+) -> None:
     """At the end of this backward: wait for the lane, then raise what went wrong on it.
 
     Not before the step is ``whole``: a reentrant checkpoint ends a backward of its own in the middle,
-    and an error there would leave DDP in half a step. ``waited`` is told the seconds that backward
-    could not hide.
+    and an error there would leave DDP in half a step. ``waited`` is told
+    when backward had computed all, and when the lane was done.
     """
     engine = torch.autograd.Variable._execution_engine
 
     def wait() -> None:
         if not whole():
             return
-        start = time.perf_counter()
-        lane.drain()
-        waited(time.perf_counter() - start)
+        computed = time.perf_counter()
+        with span("wait for the lane"):
+            lane.drain()
+        waited(computed, time.perf_counter())
         # This callback was queued by the hook, before DDP's own. One queued now comes after it.
         engine.queue_callback(complain)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from torch.futures import Future
 
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import Request, all_reduce
-from ..core.events import wire_bytes
+from ..core.events import StepTimes, wire_bytes
 from ..core.running import intercept
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
@@ -47,16 +48,19 @@ class Feed:
         self._name_of = name_of
         self._count_active = count_active
         self._settled: int | None = None
+        self._ready = 0.0  # when the first bucket of this step was
         self._scratch: dict[int, Scratch] = {}  # by the address of DDP's bucket
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
+        if not self.in_step:
+            self._ready = time.perf_counter()
         backward = current_backward()
         active = backward is not None
         bucket = self._bucket(given, joined=not active)
         if active and backward != self._settled:
             # Once for each backward; a checkpointed module runs parts of it in one of their own.
-            settle_after_backward(self.lane, lambda: not self.in_step, self.book.waited)
+            settle_after_backward(self.lane, lambda: not self.in_step, self._step_ended)
             self._settled = backward
         self.in_step = not bucket.is_last
         self.step += bucket.is_last
@@ -71,6 +75,9 @@ class Feed:
             finish=same if finish is None else lambda mean: finish(mean.view(-1, 2)),
             loud=not active,  # outside of backward DDP waits for the future and shows its error
         )
+
+    def _step_ended(self, computed: float, ended: float) -> None:
+        self.book.step_ended(StepTimes(self.step - 1, self._ready, computed, ended))
 
     def go_to(self, step: int) -> None:
         """Number the next step anew, as a resumed run does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket
-from ..core.events import Event
+from ..core.events import Event, Timing
 from ..core.running import Running
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
 from .base import Finish, Listener, completed_future, same
 from .perform import perform_on_stream
+from .span import span
 
 
 class StreamLane:
@@ -52,16 +54,25 @@ class StreamLane:
             return future
 
     def _driven(self, running: Running) -> Tensor:
-        request = running.resume()
+        began = time.perf_counter()
+        with span("encode"):
+            request = running.resume()
         while request is not None:
             if request.over != "world":
                 raise InvalidValue(f"over={request.over!r} is not available on this backend; use 'world'")
             self._where = running.where()
-            start = time.perf_counter()
-            answer = perform_on_stream(self._group, request, running.bucket.divisor())
             event = Event.of(request, running.bucket, running.phase, self._group.size())
-            self._listener.heard(event, time.perf_counter() - start)
-            request = running.resume(answer)
+            asked = time.perf_counter()
+            with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
+                answer = perform_on_stream(self._group, request, running.bucket.divisor())
+            answered = time.perf_counter()
+            with span("decode"):
+                request = running.resume(answer)
+            decode = 0.0 if request is not None else time.perf_counter() - answered
+            # Seconds on the host; the device does the work later, and only a profiler sees it.
+            timing = Timing(began, asked - began, 0.0, answered - asked, decode)
+            self._listener.heard(replace(event, timing=timing))
+            began = answered
         assert running.reduced is not None
         self._where = "idle"
         return running.reduced.mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from ..core.bucket import Bucket
 from ..core.collectives import Request, Scope
-from ..core.events import Event
+from ..core.events import Event, Timing
 from ..core.running import Running
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
@@ -25,6 +25,7 @@ from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .peers import Peers, Turn
 from .perform import Pending, commit, issue
+from .span import span
 
 _living: WeakSet[ThreadLane] = WeakSet()
 
@@ -48,7 +49,10 @@ class _Job:
 class _Issued:
     pending: Pending
     event: Event
-    start: float
+    began: float  # when the strategy turned to this request
+    issued: float
+    turn: float = 0.0  # when the lane had nothing before it any more
+    answered: float = 0.0
 
 
 class ThreadLane:
@@ -79,6 +83,7 @@ class ThreadLane:
         self._failure: BaseException | None = None  # for the trainer
         self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
+        self._last_answer = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -104,9 +109,11 @@ class ThreadLane:
         return job.future
 
     def _start(self, job: _Job) -> None:
-        request = job.running.resume()
-        if request is not None:
-            job.issued = self._issue(request, job.running, "first")
+        began = time.perf_counter()
+        with span("encode"):
+            request = job.running.resume()
+            if request is not None:
+                job.issued = self._issue(request, job.running, "first", began)
 
     def drain(self) -> None:
         """Wait until nothing is under way. In Python, so that signals are served meanwhile."""
@@ -175,21 +182,28 @@ class ThreadLane:
             self._serving = None
 
     def _finished(self, job: _Job) -> Tensor:
-        while job.issued is not None:
-            request = job.running.resume(self._answered(job.issued))
-            job.issued = None if request is None else self._issue(request, job.running, "later")
+        while (issued := job.issued) is not None:
+            answer = self._answered(issued)
+            job.issued = request = None
+            try:
+                with span("decode"):
+                    request = job.running.resume(answer)
+            finally:  # it was sent, whatever the strategy makes of the answer
+                self._tell(issued, more=request is not None)
+            if request is not None:
+                job.issued = self._issue(request, job.running, "later", issued.answered)
         assert job.running.reduced is not None
         return job.running.reduced.mean
 
-    def _issue(self, request: Request, running: Running, turn: Turn) -> _Issued:
+    def _issue(self, request: Request, running: Running, turn: Turn, began: float) -> _Issued:
         bucket = running.bucket
         group = self._group(request.over, turn, bucket.step)
         event = Event.of(request, bucket, running.phase, group.size())
-        start = time.perf_counter()
         try:
-            return _Issued(issue(group, request, bucket.divisor(request.over)), event, start)
+            pending = issue(group, request, bucket.divisor(request.over))
         except RuntimeError as error:
             raise ConnectionBroke from error
+        return _Issued(pending, event, began, time.perf_counter())
 
     def _group(self, over: Scope, turn: Turn, step: int) -> Any:
         with self._lock:
@@ -199,12 +213,25 @@ class ThreadLane:
             return self._peers.group(over, turn, step)
 
     def _answered(self, issued: _Issued) -> object:
+        event = issued.event
         try:
-            answer = issued.pending.wait()
+            with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
+                answer = issued.pending.wait()
         except RuntimeError as error:
             raise ConnectionBroke from error
-        self._listener.heard(issued.event, time.perf_counter() - issued.start)
+        issued.turn = max(issued.issued, self._last_answer)
+        issued.answered = self._last_answer = time.perf_counter()
         return answer
+
+    def _tell(self, issued: _Issued, more: bool) -> None:
+        timing = Timing(
+            began=issued.began,
+            encode=issued.issued - issued.began,
+            queued=issued.turn - issued.issued,
+            collective=issued.answered - issued.turn,
+            decode=0.0 if more else time.perf_counter() - issued.answered,
+        )
+        self._listener.heard(replace(issued.event, timing=timing))
 
     def _commit(self, step: int) -> None:
         """A step counts only when every rank has come to its end.

@@ -2,69 +2,136 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from torch import Tensor
 
 from ..core.bucket import Bucket
 from ..core.collectives import Note
-from ..core.events import Event
+from ..core.events import Event, StepTimes
+from ..errors import GradlaneError, RanksDisagree
+from .sink import Observer, Run, Sink
 
-Observer = Callable[[Event], None]
+Figures = dict[str, "Tensor | float"]
+
+COUNTED = (
+    "steps",
+    "collectives",
+    "bytes_raw",
+    "bytes_payload",
+    "bytes_wire",
+    "bytes_dense",  # what plain all-reduces of the same gradients would have sent
+    "seconds",
+    "queued_seconds",
+    "encode_seconds",
+    "decode_seconds",
+    "exposed_seconds",
+    "overflow",
+    "underflow",
+)
+GAUGES = {"residual_norm": 0.0}  # of the last step; see ``note``
+SQUARE = "_square"
 
 
 class Ledger:
     """Adds up what a lane reports; one lane writes, anybody may read."""
 
-    def __init__(self, observer: Observer | None = None) -> None:
-        self._observer = observer
-        self.steps = 0
-        self.raw_bytes = 0
-        self.wire_bytes = 0
-        self.payload_bytes = 0
-        self.dense_wire_bytes = 0
-        self.collectives = 0
-        self.seconds = 0.0
-        self.exposed_seconds = 0.0
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = observers
+        self._sinks = [observer for observer in observers if isinstance(observer, Sink)]
+        self._totals: Figures = dict.fromkeys(COUNTED, 0)
+        self._before: Figures = dict(self._totals)  # the totals when the last step began
+        self._step: Figures = dict(self._totals)  # what the last step added
+        self._unfinished = False  # a whole step came in, and nobody has said that it ended
         self._lock = threading.Lock()
-        self._figures: dict[str, Tensor | float] = {}
 
-    def heard(self, event: Event, seconds: float) -> None:
-        self.collectives += 1
-        self.payload_bytes += event.payload_bytes
-        self.wire_bytes += event.wire_bytes
-        self.seconds += seconds
-        if self._observer is not None:
-            self._observer(event)
+    @contextmanager
+    def opening(self, run: Run) -> Iterator[str]:
+        """Opens the sinks; for the ranks to compare, "ready" or what is wrong here.
+
+        The error itself is raised at the end, when the other ranks know.
+        """
+        try:
+            for sink in self._sinks:
+                sink.opened(run)
+        except (OSError, GradlaneError) as error:
+            self.close()
+            if run.world > 1:
+                with suppress(RanksDisagree):  # which it is, because the rank is in it
+                    yield f"rank {run.rank}: {type(error).__name__}: {error}"
+            raise
+        try:
+            yield "ready"
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def heard(self, event: Event) -> None:
+        totals = self._totals
+        totals["collectives"] += 1
+        totals["bytes_payload"] += event.payload_bytes
+        totals["bytes_wire"] += event.wire_bytes
+        if (timing := event.timing) is not None:
+            totals["seconds"] += timing.collective
+            totals["queued_seconds"] += timing.queued
+            totals["encode_seconds"] += timing.encode
+            totals["decode_seconds"] += timing.decode
+        for observer in self._observers:
+            observer(event)
 
     def noted(self, bucket: Bucket, note: Note) -> None:
         with self._lock:  # the hook's thread and the lane's may both have something to note
             for name, value in note.figures.items():
                 kept = value.detach() if isinstance(value, Tensor) else value
-                self._figures[name] = self._figures.get(name, 0) + kept
-
-    def waited(self, seconds: float) -> None:
-        self.exposed_seconds += seconds
+                self._totals[name] = self._totals.get(name, 0) + kept
 
     def gradient(self, raw_bytes: int, dense_wire_bytes: int, last: bool) -> None:
         """A bucket came in: its own size, and what a plain all-reduce of it would send."""
-        self.raw_bytes += raw_bytes
-        self.dense_wire_bytes += dense_wire_bytes
-        self.steps += last
+        if self._unfinished:
+            self._close_step()  # a joined rank has no backward that would end its steps
+        self._unfinished = last
+        self._totals["bytes_raw"] += raw_bytes
+        self._totals["bytes_dense"] += dense_wire_bytes
+        self._totals["steps"] += last
+
+    def step_ended(self, times: StepTimes) -> None:
+        self._totals["exposed_seconds"] += times.exposed
+        self._close_step()
+        for sink in self._sinks:
+            sink.step_ended(times)
+
+    def _close_step(self) -> None:
+        totals = dict(self._totals)
+        self._step = {name: value - self._before.get(name, 0) for name, value in totals.items()}
+        self._before = totals
+        self._unfinished = False
 
     def metrics(self) -> dict[str, float]:
-        figures: dict[str, float] = {
-            "comm/steps": self.steps,
-            "comm/collectives": self.collectives,
-            "comm/bytes_raw": self.raw_bytes,
-            "comm/bytes_payload": self.payload_bytes,
-            "comm/bytes_wire": self.wire_bytes,
-            "comm/ratio": self.dense_wire_bytes / self.wire_bytes if self.wire_bytes else 1.0,
-            "comm/seconds": self.seconds,
-            "comm/exposed_seconds": self.exposed_seconds,
-            "comm/overflow": 0.0,
-            "comm/underflow": 0.0,
+        """Totals as ``comm/name``, what the last whole step added as ``comm/step/name``."""
+        return {**_shown(self._totals, "comm/"), **_shown(self._step, "comm/step/"), **self._gauges()}
+
+    def _gauges(self) -> dict[str, float]:
+        found = {
+            name.removesuffix(SQUARE) + "_norm": math.sqrt(max(0.0, float(value)))
+            for name, value in self._step.items()
+            if name.endswith(SQUARE)
         }
-        figures.update({f"comm/{name}": float(value) for name, value in self._figures.items()})
-        return figures
+        return {f"comm/{name}": value for name, value in (GAUGES | found).items()}
+
+
+def _shown(figures: Figures, prefix: str) -> dict[str, float]:
+    shown = {
+        name: float(value) if isinstance(value, Tensor) else value
+        for name, value in figures.items()
+        if name != "bytes_dense" and not name.endswith(SQUARE)
+    }
+    wire = figures["bytes_wire"]
+    shown["ratio"] = float(figures["bytes_dense"] / wire) if wire else 1.0
+    return {prefix + name: value for name, value in shown.items()}

@@ -1,0 +1,34 @@
+"""Turn recorded events (gradlane.JsonLines) into one Chrome trace, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+NAME = "trace"
+HELP = "turn recorded events into a trace for Perfetto or chrome://tracing"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="one for each rank")
+    parser.add_argument("--out", type=Path, default=Path("gradlane-trace.json"), help="default: %(default)s")
+    parser.add_argument("--steps", metavar="A:B", help="only steps A to B-1, say 10:20")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..report.trace import chrome_trace, read_lines
+
+    runs = [read_lines(path) for path in options.files]
+    options.out.write_text(json.dumps(chrome_trace(runs, _range(options.steps))))
+    print(f"wrote {options.out}; open it in ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _range(text: str | None) -> range | None:
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+        raise ValueError(f"--steps {text}: write A:B with A below B, say 10:20")
+    return range(int(first), int(last))

@@ -1,0 +1,97 @@
+"""A Chrome trace (chrome://tracing, ui.perfetto.dev) from JSON lines, all ranks in one picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidValue
+from .jsonl import FORMAT
+
+PARTS = ("encode", "queued", "collective", "decode")
+BACKWARD_TRACK = 0  # bucket b is track b + 1
+Line = dict[str, Any]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines that ``JsonLines`` wrote. A last line that was cut off is left out."""
+    lines: list[Line] = []
+    texts = path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(texts, 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            if number == len(texts) and lines:
+                break  # the run was killed while it wrote
+            raise InvalidValue(
+                f"{path}, line {number} is not JSON: {error}; pass files of JsonLines"
+            ) from None
+    if not lines or lines[0].get("type") != "run":
+        raise InvalidValue(f"{path} does not begin with a run line; pass files that JsonLines wrote")
+    if lines[0]["format"] > FORMAT:
+        raise InvalidValue(f"{path} has format {lines[0]['format']}, this version reads up to {FORMAT}")
+    return lines
+
+
+def chrome_trace(runs: Sequence[Sequence[Line]], steps: range | None = None) -> dict[str, Any]:
+    """One process per rank, in it one track for backward and one per bucket.
+
+    The clocks of different machines are brought together by their wall clocks, so as well as those
+    agree; ranks on one machine share a clock.
+    """
+    events: list[Line] = []
+    for lines in runs:
+        run = lines[0]
+        events += _names(run, lines)
+        wanted = [line for line in lines[1:] if steps is None or line["step"] in steps]
+        clock = float(run["clock"])
+        for line in wanted:
+            if line["type"] == "request" and "began" in line:
+                events += _request(line, run["rank"], clock)
+            elif line["type"] == "step":
+                events += _step(line, run["rank"], clock)
+    if not any(event["ph"] == "X" for event in events):
+        raise InvalidValue("there is no timed request in these lines; record with gradlane.JsonLines")
+    start = min(event["ts"] for event in events if event["ph"] == "X")
+    for event in events:
+        if event["ph"] == "X":
+            event["ts"] -= start
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(run: Line, lines: Sequence[Line]) -> Iterable[Line]:
+    rank = run["rank"]
+    yield _named("process_name", rank, 0, f"rank {rank}: {run['strategy']}")
+    yield _named("thread_name", rank, BACKWARD_TRACK, "backward")
+    for bucket in sorted({line["bucket"] for line in lines[1:] if line["type"] == "bucket"}):
+        yield _named("thread_name", rank, bucket + 1, f"bucket {bucket}")
+
+
+def _named(what: str, rank: int, track: int, name: str) -> Line:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _request(line: Line, rank: int, clock: float) -> Iterable[Line]:
+    start = line["began"]
+    told = {key: line[key] for key in ("step", "phase", "payload_bytes", "wire_bytes")}
+    for part in PARTS:
+        seconds = line[f"{part}_s"]
+        name = line["kind"] if part == "collective" else part
+        if seconds:
+            yield _span(name, rank, line["bucket"] + 1, clock + start, seconds, told)
+        start += seconds
+
+
+def _step(line: Line, rank: int, clock: float) -> Iterable[Line]:
+    ready, computed, ended = line["ready"], line["computed"], line["ended"]
+    told = {"step": line["step"]}
+    name = f"step {line['step']}: backward, from the first bucket on"
+    yield _span(name, rank, BACKWARD_TRACK, clock + ready, computed - ready, told)
+    yield _span("exposed", rank, BACKWARD_TRACK, clock + computed, ended - computed, told)
+
+
+def _span(name: str, rank: int, track: int, start: float, seconds: float, told: Line) -> Line:
+    ts, dur = start * 1e6, seconds * 1e6  # microseconds
+    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": ts, "dur": dur, "args": told}
