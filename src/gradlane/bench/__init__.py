@@ -1,0 +1,1 @@
+"""Measuring on this machine: emulated links, arms that take turns, figures."""

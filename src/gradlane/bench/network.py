@@ -1,0 +1,155 @@
+"""Hosts on this machine, joined by links of a given rate: network namespaces, veth, a bridge, tc.
+
+The namespaces have no names. They are held by file descriptors of this process, so the kernel takes
+them down with everything in them when it ends, however it ends: there is nothing to clean up later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import InvalidValue, WrongState
+from .link import Link
+
+CLONE_NEWNET = 0x40000000
+INTERFACE = "eth0"  # of every host
+MOST_HOSTS = 64
+T = TypeVar("T")
+
+
+class Network:
+    """``hosts`` hosts at a switch, each on a link of its own. A context manager."""
+
+    def __init__(self, hosts: int, link: Link) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise InvalidValue(f"{hosts} hosts cannot be emulated; use 1 to {MOST_HOSTS}")
+        self.link = link
+        self.hosts = hosts
+        self._held = ExitStack()
+        self._namespaces: list[int] = []
+
+    def __enter__(self) -> Network:
+        if (reason := why_not()) is not None:
+            raise WrongState(f"links cannot be emulated here: {reason}")
+        try:
+            switch = self._namespace()
+            self._namespaces = [self._namespace() for _ in range(self.hosts)]
+            self._build(switch)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._held.close()  # the kernel removes a namespace with its last holder
+        self._namespaces = []
+
+    def enter(self, host: int) -> None:
+        """Move this process to a host; before it starts a thread. Gloo takes the host's interface."""
+        _enter(self._namespaces[host])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+    def _namespace(self) -> int:
+        made = _in_thread(_new_namespace)
+        self._held.callback(os.close, made)
+        return made
+
+    def _build(self, switch: int) -> None:
+        own = f"/proc/{os.getpid()}/fd"
+        joins = [
+            line
+            for host, namespace in enumerate(self._namespaces)
+            for line in (
+                f"link add port{host} type veth peer name {INTERFACE} netns {own}/{namespace}",
+                f"link set port{host} master switch up",
+            )
+        ]
+        _run(switch, "ip", ["link add switch type bridge", "link set switch up", *joins])
+        for host, namespace in enumerate(self._namespaces):
+            address = f"addr add 10.0.0.{host + 1}/24 dev {INTERFACE}"
+            _run(namespace, "ip", ["link set lo up", address, f"link set {INTERFACE} up"])
+        if self.link.rate_bits is not None:
+            rule = f"root tbf rate {self.link.rate_bits:.0f}bit burst {self.link.burst_bytes} latency 50ms"
+            _run(switch, "tc", [f"qdisc add dev port{host} {rule}" for host in range(self.hosts)])
+            for namespace in self._namespaces:
+                _run(namespace, "tc", [f"qdisc add dev {INTERFACE} {rule}"])
+
+
+def sent_bytes(interface: str = INTERFACE) -> int:
+    """What this process's host has sent, by the interface's own counter."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, colon, counters = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(counters.split()[8])
+    raise WrongState(f"there is no interface {interface} here")
+
+
+def why_not() -> str | None:
+    """Why links cannot be emulated on this machine, or None."""
+    if missing := [tool for tool in ("ip", "tc") if _tool(tool) is None]:
+        return f"no {' and no '.join(missing)}; install iproute2 from the system's packages"
+    try:
+        os.close(_in_thread(_new_namespace))
+    except (OSError, AttributeError) as error:
+        return f"network namespaces are refused ({error}); run as root"
+    return None
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """A namespace belongs to a thread; this process's own threads stay where they are."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _new_namespace() -> int:
+    _checked("unshare", CLONE_NEWNET)
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _enter(namespace: int) -> None:
+    _checked("setns", namespace, CLONE_NEWNET)
+
+
+def _checked(call: str, *arguments: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, call)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def _run(namespace: int, tool: str, lines: list[str]) -> None:
+    def run() -> subprocess.CompletedProcess[str]:
+        _enter(namespace)
+        command = [_tool(tool) or tool, "-batch", "-"]
+        return subprocess.run(
+            command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False
+        )
+
+    done = _in_thread(run)
+    if done.returncode != 0:
+        raise WrongState(f"{tool} refused to set up the emulated links: {done.stderr.strip()}")

@@ -1,0 +1,137 @@
+"""Emulated links, with real namespaces. Where they cannot be made the tests are skipped by name."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradlane as gl
+from gradlane.bench import network
+from gradlane.bench.link import Link, framed_bytes, parse_link
+from gradlane.bench.network import Network, sent_bytes, why_not
+from gradlane.local import run_ranks
+
+needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("500kbit", 5e5), ("none", None)],
+)
+def test_links_by_name(text, rate):
+    assert parse_link(text).rate_bits == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("100mb", "link '100mb' is not known; write a rate in kbit, mbit, gbit"),
+        ("fast", "is not known"),
+        ("0mbit", "outside of 100kbit to 100gbit"),
+        ("900gbit", "outside of"),
+        ("-1gbit", "is not known"),
+        ("", "is not known"),
+    ],
+)
+def test_other_names_are_refused(text, message):
+    with pytest.raises(gl.InvalidValue, match=message):
+        parse_link(text)
+
+
+def test_bursts_are_those_that_were_found_to_be_honest():
+    assert parse_link("100mbit").burst_bytes == 64 * 1024
+    assert parse_link("1gbit").burst_bytes == pytest.approx(256 * 1024, rel=0.01)
+    assert Link("x", 10e6).burst_bytes >= 4 * 1514
+
+
+def exchange(rank, numel):
+    tensor = torch.ones(numel)
+    dist.all_reduce(tensor)
+    before, start = sent_bytes(), time.perf_counter()
+    dist.all_reduce(tensor)
+    seconds = time.perf_counter() - start
+    return seconds, sent_bytes() - before, socket.if_nameindex()
+
+
+@needs_links
+def test_a_shaped_link_has_its_rate_and_counts_its_bytes():
+    link = parse_link("100mbit")
+    with Network(2, link) as hosts:
+        found = run_ranks(exchange, 2, 1_000_000, prepare=hosts.enter)
+    for seconds, counted, interfaces in found:
+        assert seconds >= 0.9 * link.seconds(4e6)  # never faster than the link
+        assert 4e6 <= counted <= 1.03 * framed_bytes(4e6)
+        assert {name for _, name in interfaces} == {"lo", "eth0"}
+
+
+@needs_links
+def test_hosts_come_and_go_without_a_trace():
+    before = (socket.if_nameindex(), len(os.listdir("/proc/self/fd")), namespaces())
+    for _ in range(3):
+        with Network(4, Link("none", None)) as hosts:
+            assert run_ranks(lambda rank: dist.get_world_size(), 4, prepare=hosts.enter) == [4] * 4
+    with pytest.raises(ZeroDivisionError), Network(2, parse_link("1gbit")):
+        raise ZeroDivisionError
+    assert (socket.if_nameindex(), len(os.listdir("/proc/self/fd")), namespaces()) == before
+
+
+def namespaces():
+    """The network namespaces of all processes, which is how the kernel would show a leaked one."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(path))
+        except OSError:
+            continue
+    return found
+
+
+KILLED = """
+import time
+from gradlane.bench.link import parse_link
+from gradlane.bench.network import Network
+from gradlane.local import run_ranks
+with Network(2, parse_link("100mbit")) as hosts:
+    run_ranks(lambda rank: (print("up", flush=True), time.sleep(60)), 2, prepare=hosts.enter)
+"""
+
+
+@needs_links
+def test_a_killed_process_takes_its_ranks_and_its_hosts_with_it():
+    before = namespaces()
+    victim = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert [victim.stdout.readline(), victim.stdout.readline()] == ["up\n", "up\n"]
+    assert len(namespaces() - before) == 2  # those of the two ranks
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(10)
+    victim.stdout.close()
+    end = time.monotonic() + 10
+    while namespaces() != before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert namespaces() == before
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(network, "_tool", lambda name: None)
+    assert why_not() == "no ip and no tc; install iproute2 from the system's packages"
+    with pytest.raises(gl.WrongState, match="links cannot be emulated here: no ip and no tc"):
+        Network(2, parse_link("1gbit")).__enter__()
+    monkeypatch.setattr(network, "_tool", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(network, "_checked", refused)
+    assert "run as root" in why_not()
+
+
+def refused(call, *arguments):
+    raise PermissionError(1, f"{call}: Operation not permitted")
+
+
+def test_too_many_hosts_are_refused():
+    with pytest.raises(gl.InvalidValue, match="65 hosts cannot be emulated; use 1 to 64"):
+        Network(65, parse_link("none"))
