@@ -1,0 +1,116 @@
+"""What carries the gradients in an arm: DDP alone, one of torch's hooks, or a strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.collectives import Kind
+from ..core.events import Event, wire_bytes
+from ..ddp import attach
+from ..errors import GradlaneError, InvalidValue
+from ..strategies.text import parse
+
+DDP = "ddp"
+COMPUTE = "Noop()"
+TORCH_HOOKS = (
+    "allreduce",
+    "fp16",
+    "bf16",
+    "noop",
+    "powersgd",
+    "batched_powersgd",
+    "quantize_pertensor",
+    "quantize_perchannel",
+)
+_TORCH = re.compile(r"torch\.(\w+)(?:\((\d+)\))?")
+
+
+class Arm:
+    """An arm at work on a model: what it has sent so far, and its requests if it tells them."""
+
+    def __init__(self, ddp: DistributedDataParallel, name: str) -> None:
+        self.events: list[Event] = []
+        self.sent_bytes = 0
+        self._each_step = 0
+        self.close: Callable[[], None] = lambda: None
+        if name == DDP:
+            gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
+            self._each_step = wire_bytes("all_reduce", gradients, dist.get_world_size())
+        elif match := _TORCH.fullmatch(name):
+            self._count_torch()
+            _register(ddp, match[1], int(match[2] or 1))
+        else:
+            attachment = attach(ddp, name, observer=self._heard)
+            self.close = attachment.close
+
+    def step_done(self) -> None:
+        self.sent_bytes += self._each_step
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def _heard(self, event: Event) -> None:
+        self.events.append(event)
+        self.sent_bytes += event.wire_bytes
+
+    def _count_torch(self) -> None:
+        """torch's hooks keep no ledger: count what they hand to ``torch.distributed`` in this process."""
+        for kind in ("all_reduce", "all_gather"):
+            setattr(dist, kind, self._counted(getattr(dist, kind), kind))
+
+    def _counted(self, call: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            payload = args[-1] if kind == "all_gather" else args[0]
+            size = payload.numel() * payload.element_size()
+            self.sent_bytes += wire_bytes(kind, size, dist.get_world_size())
+            return call(*args, **options)
+
+        return counting
+
+
+def check_arm(name: str) -> None:
+    """Refuse a name that cannot be run, before anything starts."""
+    if name == DDP:
+        return
+    if match := _TORCH.fullmatch(name):
+        if match[1] not in TORCH_HOOKS:
+            known = ", ".join(f"torch.{hook}" for hook in TORCH_HOOKS)
+            raise InvalidValue(f"arm {name!r} is not known; torch's hooks are {known}")
+        return
+    try:
+        parse(name)
+    except GradlaneError as error:
+        raise InvalidValue(f"arm {name!r}: {error}; or use ddp, torch.fp16, ...") from None
+
+
+def _register(ddp: DistributedDataParallel, hook: str, rank: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import (
+        debugging_hooks,
+        default_hooks,
+        powerSGD_hook,
+        quantization_hooks,
+    )
+
+    plain: dict[str, Callable[..., Any]] = {
+        "allreduce": default_hooks.allreduce_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "noop": debugging_hooks.noop_hook,
+    }
+    if hook in plain:
+        ddp.register_comm_hook(None, plain[hook])
+    elif hook.startswith("quantize"):
+        quantize = getattr(quantization_hooks, f"quantization_{hook.removeprefix('quantize_')}_hook")
+        ddp.register_comm_hook(dist.group.WORLD, quantize)
+    else:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+        )  # the first step it allows
+        call = powerSGD_hook.powerSGD_hook if hook == "powersgd" else powerSGD_hook.batched_powerSGD_hook
+        ddp.register_comm_hook(state, call)
