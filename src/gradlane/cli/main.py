@@ -7,9 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import demo
+from . import demo, report
 
-VERBS = (demo,)  # each has NAME, HELP, add_arguments(parser) and run(options); torch is imported in run
+VERBS = (
+    demo,
+    report,
+)  # each has NAME, HELP, add_arguments(parser) and run(options); torch is imported in run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
