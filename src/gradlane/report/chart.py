@@ -125,7 +125,7 @@ def _letters(svg: Node, x: Axis, y: Axis, lines: Sequence[Line]) -> None:
                 heights[other] += lacking / 2
     for at in reversed(range(len(ends))):  # those pushed below the axis go up again, and push in turn
         below = [heights[i] for i in range(at + 1, len(ends)) if abs(ends[i][1] - ends[at][1]) < LETTER_WIDTH]
-        heights[at] = min(heights[at], TOP + PLOT_HEIGHT - 2, *(height - LETTER_ROOM for height in below))
+        heights[at] = min(heights[at], TOP + PLOT_HEIGHT - 6, *(height - LETTER_ROOM for height in below))
     for (arm, across, down), height in zip(ends, heights, strict=True):
         part(svg, "circle", cx=across, cy=down, r=2.6, style=f"end {arm.style}")
         part(svg, "text", arm.letter, x=across + 6, y=height + 3.5, style="letter")

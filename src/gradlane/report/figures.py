@@ -53,7 +53,10 @@ def bit_rate(bits: float) -> str:
 
 
 def times(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f}\u00a0{TIMES}" if abs(value) < 1000 else plain(value)
+    """A factor, with two decimals where they tell something."""
+    if value is None:
+        return DASH
+    return f"{value:.2f}\u00a0{TIMES}" if abs(value) < 10 else f"{plain(value)}\u00a0{TIMES}"
 
 
 def share(value: float | None) -> str:

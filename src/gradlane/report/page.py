@@ -98,8 +98,8 @@ def _sentence(document: Bench | Train) -> str:
         links = list(dict.fromkeys(result.link.name for result in document.results))
         ranks = sorted({result.ranks for result in document.results})
         named = f"{_count(len(links), 'link')} ({', '.join(links)})" if len(links) > 1 else links[0]
-        counts = " and ".join(str(count) for count in ranks)
-        return f"One training step was timed for {arms} on {named}, with {counts} ranks."
+        counts = _count(ranks[0], "rank") if len(ranks) == 1 else f"{', '.join(map(str, ranks))} ranks"
+        return f"One training step was timed for {arms} on {named}, with {counts}."
     seeds = _count(max(len(result.seeds) for result in document.results), "seed")
     return f"Training was compared for {arms} over {document.link.name}, with {seeds} each."
 
