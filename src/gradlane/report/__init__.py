@@ -1,1 +1,1 @@
-"""What the lanes did, in figures. Reads events only."""
+"""What the lanes did, in figures and on a page. Reads events, and the JSON that verbs write; never lanes."""

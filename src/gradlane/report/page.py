@@ -100,8 +100,11 @@ def _sentence(document: Bench | Train) -> str:
         named = f"{_count(len(links), 'link')} ({', '.join(links)})" if len(links) > 1 else links[0]
         counts = _count(ranks[0], "rank") if len(ranks) == 1 else f"{', '.join(map(str, ranks))} ranks"
         return f"One training step was timed for {arms} on {named}, with {counts}."
-    seeds = _count(max(len(result.seeds) for result in document.results), "seed")
-    return f"Training was compared for {arms} over {document.link.name}, with {seeds} each."
+    counts = {len(result.seeds) for result in document.results if result.seeds}
+    most = (
+        f"{'up to ' if len(counts) > 1 else ''}{_count(max(counts), 'seed')} each" if counts else "no curves"
+    )
+    return f"Training was compared for {arms} over {document.link.name}, with {most}."
 
 
 def _count(number: int, what: str) -> str:

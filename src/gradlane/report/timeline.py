@@ -29,7 +29,7 @@ def draw(step: RankStep, seconds: float) -> str:
     axis = linear([seconds], "s", from_zero=True)
     for value, text in axis.ticks(6):
         place = _percent(axis.at(value))
-        anchor = "start" if value == 0 else "end" if axis.at(value) > 0.94 else "middle"
+        anchor = "start" if value == 0 else "end" if axis.at(value) > 0.98 else "middle"
         part(svg, "line", x1=place, x2=place, y1=0, y2=bottom, style="grid")
         part(svg, "text", text, x=place, y=bottom + 15, text_anchor=anchor, style="tick")
     _name(svg, "compute", 0)
