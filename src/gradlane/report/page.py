@@ -98,12 +98,12 @@ def _sentence(document: Bench | Train) -> str:
         links = list(dict.fromkeys(result.link.name for result in document.results))
         ranks = sorted({result.ranks for result in document.results})
         named = f"{_count(len(links), 'link')} ({', '.join(links)})" if len(links) > 1 else links[0]
-        counts = _count(ranks[0], "rank") if len(ranks) == 1 else f"{', '.join(map(str, ranks))} ranks"
-        return f"One training step was timed for {arms} on {named}, with {counts}."
-    counts = {len(result.seeds) for result in document.results if result.seeds}
-    most = (
-        f"{'up to ' if len(counts) > 1 else ''}{_count(max(counts), 'seed')} each" if counts else "no curves"
-    )
+        world = _count(ranks[0], "rank") if len(ranks) == 1 else f"{', '.join(map(str, ranks))} ranks"
+        return f"One training step was timed for {arms} on {named}, with {world}."
+    seeds = {len(result.seeds) for result in document.results if result.seeds}
+    if not seeds:
+        return f"Training was tried for {arms} over {document.link.name}; none came to a curve."
+    most = f"{'up to ' if len(seeds) > 1 else ''}{_count(max(seeds), 'seed')} each"
     return f"Training was compared for {arms} over {document.link.name}, with {most}."
 
 
