@@ -35,6 +35,12 @@ def test_collectives_are_called_in_one_file_only():
     assert found == {"perform.py"}
 
 
+def test_the_report_page_needs_no_torch():
+    pages = list((SOURCE / "page").glob("*.py"))
+    assert pages
+    assert not [name for path in pages for name in imported(path) if name.split(".")[0] == "torch"]
+
+
 def test_import_is_light():
     code = (
         "import sys, torch, torch.distributed, numpy; before = set(sys.modules); import gradlane;"

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import demo, trace
+from . import demo, report, trace
 
-VERBS = (demo, trace)  # each has NAME, HELP, add_arguments(parser) and run(options); torch is imported in run
+# Each has NAME, HELP, add_arguments(parser) and run(options); what is heavy is imported in run.
+VERBS = (demo, report, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

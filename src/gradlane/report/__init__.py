@@ -1,1 +1,1 @@
-"""What the lanes did, in figures. Reads events only."""
+"""What the lanes did, in figures. Reads events, never lanes."""

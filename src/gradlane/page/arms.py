@@ -1,0 +1,36 @@
+"""One letter and one colour per arm, the same all over a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+HUES = 6  # colours of the style sheet, chosen to differ for colour-blind readers too
+NEUTRAL = {"ddp": "arm-base", "Noop()": "arm-idle"}  # the base and compute alone take no hue
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``style`` is a class of the style sheet; the letter tells arms apart without any colour."""
+
+    name: str
+    letter: str
+    style: str
+
+
+def assign(names: Iterable[str]) -> dict[str, Arm]:
+    """In the order of their first appearance. Beyond the hues colours repeat, with dashed lines."""
+    arms: dict[str, Arm] = {}
+    hue = 0
+    for name in dict.fromkeys(names):
+        style = NEUTRAL.get(name)
+        if style is None:
+            style = f"arm-{hue % HUES}" + (" arm-again" if hue >= HUES else "")
+            hue += 1
+        arms[name] = Arm(name, _letter(len(arms)), style)
+    return arms
+
+
+def _letter(at: int) -> str:
+    rounds, rest = divmod(at, 26)
+    return chr(ord("A") + rest) + (str(rounds + 1) if rounds else "")

@@ -1,0 +1,144 @@
+"""What the page shows of a bench document: per link and number of ranks a table, bars and timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from . import bars, timeline
+from .arms import Arm
+from .documents import FAILED, Bench, BenchResult
+from .figures import byte_size, duration, seconds_column, share, times
+from .table import Row, Table, status_row
+
+IDLE = "Noop()"  # compute alone: the ceiling, and off the scale of everything else
+
+
+@dataclass(frozen=True)
+class Timeline:
+    arm: Arm
+    summary: str
+    ranks: Sequence[tuple[str, str]]  # a heading and a drawing
+
+
+@dataclass(frozen=True)
+class Group:
+    """All arms on one link with one number of ranks."""
+
+    heading: str
+    where: str
+    note: str
+    table: Table
+    speedups: Sequence[bars.DrawnBar]
+    ceiling: str
+    phases: Sequence[bars.DrawnBar]
+    timelines: Sequence[Timeline]
+
+
+@dataclass(frozen=True)
+class BenchSection:
+    overview: Table | None
+    groups: Sequence[Group]
+
+
+def bench_section(bench: Bench, arms: Mapping[str, Arm]) -> BenchSection:
+    grouped: dict[tuple[str, int], list[BenchResult]] = {}
+    for result in bench.results:
+        grouped.setdefault((result.link.name, result.ranks), []).append(result)
+    groups = [_group(results, arms) for results in grouped.values()]
+    overview = _overview(grouped, arms) if len(groups) > 1 else None
+    return BenchSection(overview, groups)
+
+
+def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, Arm]) -> Table:
+    found = {
+        (result.arm, key): times(result.figures["speedup"]) if result.status not in FAILED else result.status
+        for key, results in grouped.items()
+        for result in results
+    }
+    names = dict.fromkeys(name for name, _ in found)
+    counts = {ranks for _, ranks in grouped}
+    one = f", {_ranks(*counts)}" if len(counts) == 1 else ""
+    return Table(
+        caption=f"Speed-up over DDP without a hook{one}",
+        headings=[link if one else f"{link}, {_ranks(ranks)}" for link, ranks in grouped],
+        rows=[
+            Row(arms[name], "", "", [found.get((name, key), times(None)) for key in grouped])
+            for name in names
+        ],
+    )
+
+
+def _group(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Group:
+    link = results[0].link
+    drawable = [result for result in results if result.status not in FAILED]
+    idle = next((result.figures["speedup"] for result in drawable if result.arm == IDLE), None)
+    return Group(
+        heading=f"{link.name}, {_ranks(results[0].ranks)}",
+        where=link.where,
+        note="\n".join(dict.fromkeys(result.link.note for result in results if result.link.note)),
+        table=_table(results, arms),
+        speedups=_speedups(drawable, arms),
+        ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: nothing can be faster." if idle else "",
+        phases=_phases(drawable, arms),
+        timelines=[_timeline(result, arms[result.arm]) for result in drawable if result.timeline],
+    )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
+    headings: list[str] = []
+    columns: list[list[str]] = []
+    for heading, key in (
+        ("median", "median_s"),
+        ("min", "min_s"),
+        ("CPU", "cpu_s"),
+        ("exposed", "exposed_s"),
+    ):
+        unit, texts = seconds_column(result.figures[key] for result in results)
+        headings.append(f"{heading}, {unit}")
+        columns.append(texts)
+    for heading, key, form in (
+        ("sent, ledger", "ledger_bytes", byte_size),
+        ("sent, interface", "interface_bytes", byte_size),
+        ("speed-up", "speedup", times),
+        ("of the limit", "of_limit", share),
+    ):
+        headings.append(heading)
+        columns.append([form(result.figures[key]) for result in results])
+    rows = [
+        status_row(arms[result.arm], result.status, result.detail, cells)
+        for result, cells in zip(results, zip(*columns, strict=True), strict=True)
+    ]
+    return Table(f"One step on {results[0].link.name}, {_ranks(results[0].ranks)}", headings, rows)
+
+
+def _speedups(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
+    found = []
+    for result in results:
+        speedup = result.figures["speedup"]
+        if speedup is not None and result.arm != IDLE:
+            arm = arms[result.arm]
+            found.append(bars.Bar(arm, [(arm.style, max(0.0, speedup))], times(speedup)))
+    return bars.draw(found, "Speed-up over DDP without a hook", mark=1.0)
+
+
+def _phases(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
+    found = []
+    for result in results:
+        if result.phases and result.arm != IDLE:
+            total = duration(sum(result.phases.values()))
+            beside = f"{total}, exposed {duration(result.figures['exposed_s'])}"
+            found.append(bars.Bar(arms[result.arm], list(result.phases.items()), beside))
+    return bars.draw(found, "Time per phase in a step")
+
+
+def _timeline(result: BenchResult, arm: Arm) -> Timeline:
+    seconds = timeline.length(result.timeline)
+    steps = [
+        (f"rank {step.rank}, step {step.step}", timeline.draw(step, seconds)) for step in result.timeline
+    ]
+    return Timeline(arm, duration(seconds), steps)

@@ -1,0 +1,151 @@
+"""What the page shows of a train document: one table, and the loss against steps, bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from .arms import Arm
+from .axis import Axis, linear, spent
+from .chart import Line, Place, line_chart
+from .documents import FAILED, Point, Train, TrainResult
+from .figures import byte_size, plain, seconds_column, signed
+from .table import Table, status_row
+
+Curve = Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    svg: str
+    missing: Sequence[Arm]  # in the legend, but without a line that this chart could show
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    link: str
+    where: str
+    note: str
+    unit: str
+    target: str
+    seeds: int
+    table: Table
+    charts: Sequence[Chart]
+    legend: Sequence[Arm]
+    cut_off: bool
+
+
+def train_section(train: Train, arms: Mapping[str, Arm]) -> TrainSection:
+    drawn = [result for result in train.results if result.status not in FAILED and any(result.seeds)]
+    curves = {result.arm: [seed for seed in result.seeds if seed] for result in drawn}
+    means = {name: mean_curve(seeds) for name, seeds in curves.items()}
+    loss_axis, cut_off = _loss_axis(curves, train.target)
+    charts = []
+    for what, x_title, unit, spent_at in (
+        ("steps", "steps", "", lambda point: point.step),
+        ("bytes", "sent by one rank", "B", lambda point: point.bytes),
+        ("seconds", "training time", "s", lambda point: point.seconds),
+    ):
+        lines = [
+            Line(arms[name], _places(means[name], spent_at), [_places(seed, spent_at) for seed in seeds])
+            for name, seeds in curves.items()
+        ]
+        charts.append(_chart(f"Loss against {what}", x_title, unit, lines, loss_axis, train.target))
+    return TrainSection(
+        link=train.link.name,
+        where=train.link.where,
+        note=train.link.note,
+        unit=train.unit,
+        target="" if train.target is None else f"{train.target:g}",
+        seeds=max((len(seeds) for seeds in curves.values()), default=0),
+        table=_table(train.results, train.unit, arms),
+        charts=charts if drawn else [],
+        legend=[arms[name] for name in curves],
+        cut_off=cut_off,
+    )
+
+
+def mean_curve(seeds: Sequence[Curve]) -> list[Point]:
+    """The mean over seeds at every step that all of them reached.
+
+    Where one seed has no loss the mean has none: a mean of the survivors would flatter the arm.
+    """
+    by_step = [{point.step: point for point in seed} for seed in seeds]
+    mean = []
+    for step in sorted(set.intersection(*(set(points) for points in by_step))):
+        points = [known[step] for known in by_step]
+        mean.append(
+            Point(
+                step,
+                _mean([point.loss for point in points]),
+                _mean([point.bytes for point in points]),
+                _mean([point.seconds for point in points]),
+            )
+        )
+    return mean
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def _loss_axis(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tuple[Axis, bool]:
+    """Holds all losses, but not far above where training began: there a diverging arm is cut off."""
+    losses = [point.loss for seeds in curves.values() for seed in seeds for point in seed]
+    known = [loss for loss in losses if loss is not None]
+    starts = [seed[0].loss for seeds in curves.values() for seed in seeds if seed[0].loss is not None]
+    if target is not None:
+        known.append(target)
+    if not known or not starts:
+        return linear(known), False
+    highest = max(starts) + 0.25 * (max(starts) - min(known)) if max(starts) > min(known) else max(known)
+    shown = [loss for loss in known if loss <= highest]
+    return linear(shown), len(shown) < len(known)
+
+
+def _places(curve: Curve, spent_at: Callable[[Point], float | None]) -> list[Place]:
+    placed = [(spent_at(point), point.loss) for point in curve]
+    return [(across, loss) for across, loss in placed if across is not None]
+
+
+def _chart(
+    title: str, x_title: str, unit: str, lines: Sequence[Line], y: Axis, target: float | None
+) -> Chart:
+    reached = [[across for across, _ in places] for line in lines for places in (line.mean, *line.seeds)]
+    ends = [max(places) for places in reached if places]
+    starts = [min(place for place in places if place > 0) for places in reached if any(p > 0 for p in places)]
+    x = spent(ends, starts, unit)
+    missing = [
+        line.arm
+        for line in lines
+        if not any(
+            loss is not None and x.shows(across)
+            for places in (line.mean, *line.seeds)
+            for across, loss in places
+        )
+    ]
+    scale = ", log scale" if x.logarithmic else ""
+    return Chart(title, line_chart(title, x, y, x_title + scale, lines, target), missing)
+
+
+def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, Arm]) -> Table:
+    step_unit, step_times = seconds_column(result.figures["seconds_per_step"] for result in results)
+    target_unit, target_times = seconds_column(result.figures["to_target_s"] for result in results)
+    rows = []
+    for at, result in enumerate(results):
+        figures = result.figures
+        cells = [
+            plain(figures["final_loss"], 4),
+            signed(figures["gap"], figures["gap_interval"]),
+            byte_size(figures["bytes_per_step"]),
+            step_times[at],
+            target_times[at],
+            byte_size(figures["to_target_bytes"]),
+        ]
+        rows.append(status_row(arms[result.arm], result.status, result.detail, cells))
+    headings = [f"final loss, {unit}" if unit else "final loss", "gap to dense", "sent per step"]
+    headings += [f"per step, {step_unit}", f"to target, {target_unit}", "to target, sent"]
+    return Table("Loss and cost of each arm", headings, rows)

@@ -1,0 +1,111 @@
+"""One self-contained HTML page from the JSON of ``gradlane bench`` and ``gradlane train``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from .._version import __version__
+from ..errors import InvalidValue
+from .arms import assign
+from .bench_section import BenchSection, bench_section
+from .documents import PHASES, Bench, Origin, Train
+from .figures import moment, setting
+from .read import load
+from .train_section import TrainSection, train_section
+
+ENDINGS = {
+    "complete": "complete: every arm was run",
+    "budget": "stopped at its time budget: what was not done by then is missing",
+    "interrupted": "interrupted: what was not done by then is missing",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One input file on the page."""
+
+    anchor: str
+    heading: str
+    origin: Origin
+    when: str
+    ending: str
+    made: Sequence[tuple[str, str]]
+    settings: Sequence[tuple[str, str]]
+    bench: BenchSection | None
+    train: TrainSection | None
+
+
+def write_page(inputs: Sequence[Path], out: Path) -> None:
+    """Read all inputs, then write the page; nothing is written if one of them cannot be read."""
+    if not inputs:
+        raise InvalidValue("no input; give one or more files of `gradlane bench` or `gradlane train`")
+    if not out.parent.is_dir():
+        raise InvalidValue(
+            f"the folder {out.parent} of {out} does not exist; make it, or choose another file"
+        )
+    if any(out.exists() and path.exists() and out.samefile(path) for path in inputs):
+        raise InvalidValue(f"{out} is an input and would be overwritten; choose another file for the page")
+    page = render([load(path) for path in inputs])
+    out.write_text(page, encoding="utf-8", errors="replace")  # JSON can hold half a surrogate pair
+
+
+def render(documents: Sequence[Bench | Train]) -> str:
+    """The page as text. It needs no other file and asks for none."""
+    from jinja2 import DictLoader, Environment, StrictUndefined
+
+    folder = resources.files(__package__)
+    sources = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html.jinja", "page.css")}
+    environment = Environment(
+        loader=DictLoader(sources),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    arms = assign(result.arm for document in documents for result in document.results)
+    sections = []
+    for at, document in enumerate(documents, start=1):
+        origin = document.origin
+        is_bench = isinstance(document, Bench)
+        subject = setting(origin.settings.get("model" if is_bench else "task"))
+        sections.append(
+            Section(
+                anchor=f"file-{at}",
+                heading=f"{'Time of a step' if is_bench else 'Training'}: {subject}",
+                origin=origin,
+                when=moment(origin.at),
+                ending=ENDINGS.get(origin.ended, origin.ended or "not known"),
+                made=[(key, setting(value)) for key, value in origin.made.items()],
+                settings=[(key, setting(value)) for key, value in origin.settings.items()],
+                bench=bench_section(document, arms) if isinstance(document, Bench) else None,
+                train=train_section(document, arms) if isinstance(document, Train) else None,
+            )
+        )
+    return environment.get_template("page.html.jinja").render(
+        version=__version__,
+        sentence=" ".join(_sentence(document) for document in documents),
+        sections=sections,
+        phases=PHASES,
+    )
+
+
+def _sentence(document: Bench | Train) -> str:
+    arms = _count(len({result.arm for result in document.results}), "arm")
+    if isinstance(document, Bench):
+        links = list(dict.fromkeys(result.link.name for result in document.results))
+        ranks = sorted({result.ranks for result in document.results})
+        named = f"{_count(len(links), 'link')} ({', '.join(links)})" if len(links) > 1 else links[0]
+        world = _count(ranks[0], "rank") if len(ranks) == 1 else f"{', '.join(map(str, ranks))} ranks"
+        return f"One training step was timed for {arms} on {named}, with {world}."
+    seeds = {len(result.seeds) for result in document.results if result.seeds}
+    if not seeds:
+        return f"Training was tried for {arms} over {document.link.name}; none came to a curve."
+    most = f"{'up to ' if len(seeds) > 1 else ''}{_count(max(seeds), 'seed')} each"
+    return f"Training was compared for {arms} over {document.link.name}, with {most}."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,221 @@
+"""The page of ``gradlane report``: what it holds, and what it says about files it cannot read."""
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from gradlane.cli import main
+
+from .. import report_samples as samples
+
+VOID = {"meta", "link", "br", "img", "hr", "input", "wbr"}
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed; keeps the text, the attributes and the drawings."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.open, self.words, self.attributes, self.source = [], [], [], source
+        self.feed(source)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += [(tag, *pair) for pair in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.attributes += [(tag, *pair) for pair in attributes]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"{tag} is closed within another element"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    def count(self, tag, name, value):
+        return self.attributes.count((tag, name, value))
+
+
+@pytest.fixture
+def page(tmp_path, capsys):
+    def make(*documents):
+        paths = [tmp_path / f"input-{at}.json" for at in range(len(documents))]
+        for path, document in zip(paths, documents, strict=True):
+            path.write_text(json.dumps(document), encoding="utf-8")
+        out = tmp_path / "page.html"
+        code = main(["report", *map(str, paths), "--out", str(out)])
+        told = capsys.readouterr()
+        assert code == 0, told.err
+        assert told.out == f"wrote {out}\n"
+        return Page(out.read_text(encoding="utf-8"))
+
+    return make
+
+
+def assert_clean(page):
+    assert not re.search(r"https?:|//\w|url\(|@import", page.source)
+    outside = [a for a in page.attributes if a[1] in ("src", "href", "srcset") and not a[2].startswith("#")]
+    assert not outside
+    assert not re.search(r"\b(nan|inf|None|null|Infinity)\b", page.source)
+    assert "<script" not in page.source
+    named = page.count("svg", "role", "img") + page.count("svg", "aria-hidden", "true")
+    assert page.source.count("<svg") == named + page.count(
+        "svg", "class", "plot"
+    )  # a plot is part of a chart
+
+
+def test_everything_that_was_run_is_on_the_page(page):
+    bench, train = samples.bench_document(), samples.train_document()
+    made = page(bench, train)
+    assert_clean(made)
+    for document in (bench, train):
+        for result in document["results"]:
+            assert html.escape(result["arm"]) in made.source
+        for key in document["settings"]:
+            assert key in made.text
+        assert document["made"]["command"] in made.text
+    assert "2026-11-15 23:10 UTC" in made.text
+    assert "6 arms on 3 links (loopback, 1gbit, 100mbit)" in made.text
+    assert "threads \u2013 links loopback, 1gbit, 100mbit interleaved yes" in made.text
+    assert made.count("svg", "class", "line-chart") == 3
+    assert made.count("svg", "class", "timeline") == 3 * 4 * 2
+    assert made.count("svg", "class", "bar") == 3 * 5 + 3 * 4  # no bar for compute alone
+    assert made.source.count('<th scope="col">') > 10
+    assert made.source.count("<caption>") == 1 + 3 + 1
+
+
+def test_arms_that_failed_are_in_tables_and_not_in_charts(page):
+    bench = samples.bench_document(links={"100mbit": 1e8}, ratios={"ddp": 1, "Mean()": 1})
+    bench["results"].append(samples.failed_result("Slow()", "hung", "no step in 60 s"))
+    bench["results"].append(samples.failed_result("Bad()", "crashed", samples.TRACEBACK))
+    bench["results"].append(samples.failed_result("Late()", "not run", "the budget was spent"))
+    train = samples.train_document([samples.train_result("ddp", 1), samples.crashed_training("Bad()")])
+    made = page(bench, train)
+    assert_clean(made)
+    assert "Slow() hung" in made.text
+    assert "no step in 60 s" in made.text
+    assert made.source.count("<summary>gradlane.errors.PeerFailed: rank 1 raised ValueError") == 2
+    assert "Late() not run" in made.text
+    charts = "".join(re.findall("<svg.*?</svg>", made.source, re.DOTALL))
+    assert "Mean()" in charts
+    assert not re.search(r"Bad\(\)|Slow\(\)|Late\(\)", charts)
+
+
+def test_names_and_notes_are_escaped(page):
+    name = samples.ODD_NAME
+    bench = samples.bench_document(links={"<i>link</i>": 1e8}, ratios={"ddp": 1, name: 2})
+    bench["results"][0]["note"] = "<script>alert(1)</script>"
+    bench["settings"]["<u>"] = "</style>"
+    bench["results"].append(samples.failed_result(name, "crashed", "<pre>\n<b>", link="<i>link</i>"))
+    made = page(bench, samples.train_document([samples.train_result(name, 2)]))
+    assert_clean(made)
+    assert name in made.text
+    assert not re.search("<b>|<i>|<u>|</style>.*</style>", made.source, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [samples.train_result("ddp", 1, seeds=(0,))],
+        [samples.train_result("ddp", 1, steps=1), samples.train_result("Noop()", None, steps=1)],
+        [
+            samples.train_result("ddp", 1),
+            samples.train_result("Noop()", None),
+            samples.train_result("Q()", 400),
+        ],
+        [samples.train_result("ddp", 1), samples.train_result("Wild()", 1, diverged=True)],
+        [samples.train_result("Wild()", 1, seeds=(0,), diverged=True)],
+        [samples.crashed_training("ddp")],
+        [samples.train_result(f"Arm({at})", at + 1) for at in range(30)],
+    ],
+    ids=["one seed", "one step", "zero bytes", "diverged", "only diverged", "all crashed", "many arms"],
+)
+@pytest.mark.parametrize("target", [3.25, None])
+def test_training_at_the_edges(page, results, target):
+    made = page(samples.train_document(results, target))
+    assert_clean(made)
+    for result in results:
+        assert result["arm"] in made.text
+
+
+def test_bench_at_the_edges(page):
+    document = samples.bench_document(links={"x": 1e8}, ratios={"Mean()": None, "ddp": None}, ranks=(1, 4))
+    for result in document["results"]:
+        result |= {"speedup": 0, "steps": 1, "exposed_s": None, "status": "partial"}
+    document["results"][0]["timeline"][0] |= {"requests": [], "backward_s": 0, "end_s": 0}
+    document["results"][0]["phases"] = dict.fromkeys(document["results"][0]["phases"], 0)
+    document["made"], document["ended"] = {}, "interrupted"
+    made = page(document)
+    assert_clean(made)
+    assert "x, 1 rank" in made.text
+    assert "x, 4 ranks" in made.text
+    assert "interrupted: what was not done" in made.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is [1], not an object"),
+        ({"kind": "profile", "format": 1}, "has kind 'profile', not 'bench' or 'train'"),
+        ({"kind": "bench", "format": 2}, "has format 2, gradlane"),
+        ({"kind": "bench"}, "format is missing or null, not a whole number"),
+        ({"kind": "train", "format": 1, "results": []}, "holds no results; run `gradlane train`"),
+        ({"kind": "bench", "format": 1, "results": {}}, "results is {}, not a list"),
+        ({"kind": "bench", "format": 1, "results": [7]}, "results[0] is 7, not an object"),
+        ({"kind": "bench", "format": 1, "results": [{"link": "x", "ranks": 2}]}, "arm is missing or null"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(content, message, tmp_path, capsys):
+    path = tmp_path / "input.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    out = tmp_path / "page.html"
+    assert main(["report", str(path), "--out", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert str(path) in told
+    assert message in told
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"median_s": "fast"}, "median_s is 'fast', not a number or null"),
+        ({"cpu_s": True}, "cpu_s is True"),
+        ({"timeline": [{"rank": 0, "step": None}]}, "timeline[0]: step is missing or null"),
+    ],
+)
+def test_a_wrong_figure_is_named_with_its_place(change, message, tmp_path, capsys):
+    document = samples.bench_document()
+    document["results"][2] |= change
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
+    assert f"results[2]: {message}" in capsys.readouterr().err
+
+
+def test_places_that_cannot_be_written(tmp_path, capsys):
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(samples.bench_document()), encoding="utf-8")
+    assert main(["report", str(tmp_path / "none.json")]) == 2
+    assert f"there is no file {tmp_path / 'none.json'}" in capsys.readouterr().err
+    assert main(["report", str(path), "--out", str(tmp_path / "no" / "page.html")]) == 2
+    assert f"the folder {tmp_path / 'no'} of" in capsys.readouterr().err
+    assert main(["report", str(path), "--out", str(path)]) == 2
+    assert "is an input and would be overwritten" in capsys.readouterr().err
+    assert json.loads(path.read_text(encoding="utf-8"))["kind"] == "bench"
+
+
+def test_figures_that_are_no_numbers_are_dashes(page):
+    document = samples.bench_document(links={"x": 1e8})
+    document["results"][2] |= {"median_s": float("nan"), "speedup": float("inf"), "ledger_bytes": 10**400}
+    document["settings"]["lr"] = float("nan")
+    assert_clean(page(document))
