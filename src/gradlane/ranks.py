@@ -176,6 +176,7 @@ def _rank(job: _Job, line: Connection, others: list[Connection]) -> None:
     for other in others:
         other.close()  # the parent's ends; else a dead sibling's line would never end
     _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends the ranks
     torch.set_num_threads(1)
     with ending_after(job.deadline, job.rank):
         try:
