@@ -9,15 +9,21 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import GradlaneError
 from ..ranks import Ranks, ending_after, orders, tell
 
 GRACE = 5.0  # seconds beyond the patience, for a rank to tell its own story
-Step = Callable[[object], Any]
+
+
+class Step(Protocol):
+    """What a rank of an arm does when it is told to."""
+
+    def __call__(self, order: object) -> Any: ...
+    def close(self) -> None: ...
 
 
 class ArmFailed(GradlaneError, RuntimeError):
@@ -29,11 +35,11 @@ class ArmFailed(GradlaneError, RuntimeError):
 
 
 class Crew:
-    """``build(rank, *args)`` in every rank returns what does a step there: ``step(order) -> sample``."""
+    """``build(rank, *args)`` in every rank makes what does a step there: ``step(order) -> sample``."""
 
     def __init__(
         self,
-        build: Callable[..., Iterable[Any]],
+        build: Callable[..., Step],
         ranks: int,
         *args: object,
         prepare: Callable[[int], None] | None = None,
@@ -90,7 +96,7 @@ class Crew:
         return f"{last}; {said[-1].strip()}" if said else last
 
 
-def _work(rank: int, build: Callable[..., Any], args: tuple[object, ...], errors: str) -> None:
+def _work(rank: int, build: Callable[..., Step], args: tuple[object, ...], errors: str) -> None:
     # What a dying process prints belongs to its arm's story, not between our lines.
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
     step = build(rank, *args)

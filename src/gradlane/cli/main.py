@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import demo, report, trace
+from . import bench, demo, report, trace
 
 # Each has NAME, HELP, add_arguments(parser) and run(options); what is heavy is imported in run.
-VERBS = (demo, report, trace)
+VERBS = (bench, demo, report, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,93 @@
+"""How a bench looks in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..bench.compare import Progress as Where
+
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("median\nms", lambda row: _ms(row["median_s"])),
+    ("min\nms", lambda row: _ms(row["min_s"])),
+    ("CPU\nms", lambda row: _ms(row["cpu_s"])),
+    ("exposed\nms", lambda row: _ms(row["exposed_s"])),
+    ("ledger\nMB", lambda row: _mb(row["ledger_bytes"])),
+    ("counted\nMB", lambda row: _mb(row["interface_bytes"])),
+    ("x\nddp", lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}"),
+    ("of\nlimit", lambda row: "-" if row["of_limit"] is None else f"{row['of_limit']:.2f}"),
+)
+LEGEND = """\
+median, min: a step, from the first rank's start to the last one's end   CPU: of one rank
+exposed: what backward could not hide   x ddp: how many times faster than ddp
+ledger: what one rank sends in a step   counted: the same by its network interface, headers included
+of limit: the larger of compute (Noop) and the ledger's bytes at the link's rate, over the median"""
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[Where], None]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def show(where: Where) -> None:
+            step = f"step {where.step}" if where.step >= 0 else "warm-up"
+            text = f"{where.link}, {where.ranks} ranks, {escape(where.arm)}, {step}"
+            progress.update(task, completed=where.turn, description=text)
+
+        yield show
+
+
+def print_record(record: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    settings = record["settings"]
+    for (link, emulated, ranks), group in groupby(
+        record["results"], key=lambda row: (row["link"], row["emulated"], row["ranks"])
+    ):
+        rows = list(group)
+        between = ("unshaped" if link == "none" else link) if emulated else "loopback, unshaped"
+        console.print(_table(f"{settings['model']}, {ranks} ranks, {between}", rows))
+        if rows[0]["note"]:
+            console.print(escape(rows[0]["note"]))
+        for row in rows:
+            if row["detail"]:
+                console.print(escape(f"{row['arm']}: {row['status']}: {row['detail']}"), highlight=False)
+    console.print(LEGEND, style="dim", highlight=False)
+    if record["ended"] == "budget":
+        console.print(f"The time budget of {settings['budget_s']:g} s ended the run; --budget sets it.")
+    elif record["ended"] == "interrupted":
+        console.print("Interrupted: the table holds what was measured until then.")
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("arm", overflow="fold", min_width=12)
+    for heading, _ in COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        failed = row["status"] in ("crashed", "hung")
+        cells = [row["status"]] + [""] * (len(COLUMNS) - 1) if failed else [show(row) for _, show in COLUMNS]
+        table.add_row(escape(row["arm"]), *cells)
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.{0 if seconds >= 1 else 1}f}"
+
+
+def _mb(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.{1 if size >= 1e8 else 2}f}"
