@@ -60,8 +60,8 @@ class Ranks:
             raise WrongState("local ranks need fork, which this system has not; use torchrun")
         import_module("torch._dynamo")  # DDP's constructor would, for a second of CPU in every rank
         context = multiprocessing.get_context("fork")
-        self._folder = tempfile.TemporaryDirectory(prefix="gradlane-")
-        store = str(Path(self._folder.name) / "store")
+        self._held = contextlib.ExitStack()
+        store = _store_path(self._held)
         self.processes: list[BaseProcess] = []
         self._lines: list[Connection] = []
         self._open: dict[Connection, int] = {}
@@ -120,7 +120,7 @@ class Ranks:
             process.join()
         for line in self._lines:
             line.close()
-        self._folder.cleanup()
+        self._held.close()
 
     def _end_of(self, rank: int) -> str:
         process = self.processes[rank]
@@ -129,6 +129,15 @@ class Ranks:
         if code is not None and code < 0:
             return f"ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
+
+
+def _store_path(held: contextlib.ExitStack) -> str:
+    """A file for the ranks to meet in. On Linux it has no name, so that no end can leave it behind."""
+    if sys.platform == "linux":
+        file = os.memfd_create("gradlane-store")
+        held.callback(os.close, file)
+        return f"/proc/self/fd/{file}"  # the ranks inherit it
+    return str(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gradlane-"))) / "store")
 
 
 class _Job(NamedTuple):

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from gradlane.bench import network
 from gradlane.bench.link import Link, framed_bytes, parse_link
 from gradlane.bench.network import Network, sent_bytes, why_not
 from gradlane.local import run_ranks
+
+from ..leftovers import gone, namespaces
 
 needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")
 
@@ -82,17 +83,6 @@ def test_hosts_come_and_go_without_a_trace():
     assert (socket.if_nameindex(), len(os.listdir("/proc/self/fd")), namespaces()) == before
 
 
-def namespaces():
-    """The network namespaces of all processes, which is how the kernel would show a leaked one."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            found.add(os.readlink(path))
-        except OSError:
-            continue
-    return found
-
-
 KILLED = """
 import time
 from gradlane.bench.link import parse_link
@@ -112,10 +102,7 @@ def test_a_killed_process_takes_its_ranks_and_its_hosts_with_it():
     victim.send_signal(signal.SIGKILL)
     victim.wait(10)
     victim.stdout.close()
-    end = time.monotonic() + 10
-    while namespaces() != before and time.monotonic() < end:
-        time.sleep(0.05)
-    assert namespaces() == before
+    assert gone(lambda: namespaces() == before)
 
 
 def test_what_is_missing_is_said(monkeypatch):

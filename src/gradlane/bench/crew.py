@@ -10,7 +10,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import GradlaneError
@@ -45,8 +44,8 @@ class Crew:
         prepare: Callable[[int], None] | None = None,
         patience: float = 60.0,
     ) -> None:
-        self._errors = tempfile.NamedTemporaryFile(prefix="gradlane-", suffix=".err")  # noqa: SIM115  until close
-        self._ranks = Ranks(_work, ranks, build, args, self._errors.name, prepare=prepare)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  until close
+        self._ranks = Ranks(_work, ranks, build, args, self._errors.fileno(), prepare=prepare)
         self.size = ranks
         try:
             self._collected(patience, "at its start")
@@ -90,15 +89,14 @@ class Crew:
         last = failure.strip().splitlines()[-1]
         if not last.startswith("ended"):
             return last
-        said = [
-            line for line in Path(self._errors.name).read_text(errors="replace").splitlines() if line.strip()
-        ]
+        text = os.pread(self._errors.fileno(), 1 << 20, 0)  # does not move where the ranks write
+        said = text.decode(errors="replace").strip().splitlines()
         return f"{last}; {said[-1].strip()}" if said else last
 
 
-def _work(rank: int, build: Callable[..., Step], args: tuple[object, ...], errors: str) -> None:
+def _work(rank: int, build: Callable[..., Step], args: tuple[object, ...], errors: int) -> None:
     # What a dying process prints belongs to its arm's story, not between our lines.
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+    os.dup2(errors, 2)
     step = build(rank, *args)
     tell("ready")
     for order, patience in orders():
