@@ -6,13 +6,16 @@ import time
 from pathlib import Path
 
 
-def namespaces():
-    """The network namespaces of all processes, which is how the kernel would show a leaked one."""
+def namespaces(processes=None):
+    """The network namespaces of these processes, or of all, but for our own."""
+    paths = (
+        Path("/proc").glob("[0-9]*/ns/net") if processes is None else (f"/proc/{p}/ns/net" for p in processes)
+    )
     found = set()
-    for path in Path("/proc").glob("[0-9]*/ns/net"):
+    for path in paths:
         with contextlib.suppress(OSError):
             found.add(os.readlink(path))
-    return found
+    return found - {os.readlink("/proc/self/ns/net")}
 
 
 def members(session):
