@@ -1,4 +1,5 @@
-"""What the lane costs: CPU and wall time per step of Mean() against torch's allreduce_hook.
+"""What the lane costs, and what recording costs: CPU and wall time per step of Mean() against torch's
+allreduce_hook, and of the same with every event written to a file (JsonLines).
 
 All arms live in the same two processes and take turns, step by step, so that whatever else the
 machine does hits them alike. Loopback, one thread per rank.
@@ -11,6 +12,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from gradlane import compat
 from gradlane.local import run_ranks
 
 BASE = "torch allreduce_hook"
-ARMS = (BASE, "DDP without a hook", "Mean()", "compat.allreduce_hook", "torch fp16_compress_hook",
+RECORDED = "Mean(), recorded"
+ARMS = (BASE, "DDP without a hook", "Mean()", RECORDED, "compat.allreduce_hook", "torch fp16_compress_hook",
         "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)")  # fmt: skip
 
 
@@ -41,6 +44,9 @@ def arm(name: str, width: int, depth: int, bucket_mb: float) -> DistributedDataP
         ddp.register_comm_hook(None, torch_hooks.fp16_compress_hook)
     elif name == "compat.allreduce_hook":
         ddp.register_comm_hook(None, compat.allreduce_hook)
+    elif name == RECORDED:
+        folder = tempfile.mkdtemp(prefix="gradlane-bench-")
+        ddp.gradlane = gl.attach(ddp, "Mean()", observer=gl.JsonLines(f"{folder}/{{rank}}.jsonl"))
     elif name != "DDP without a hook":
         ddp.gradlane = gl.attach(ddp, name)
     return ddp

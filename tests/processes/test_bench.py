@@ -1,5 +1,6 @@
 """``gradlane bench`` on real processes."""
 
+import getpass
 import json
 import os
 import random
@@ -251,7 +252,7 @@ def test_killed_at_five_random_points_it_leaves_nothing(tmp_path):
         running.communicate()
         assert gone(lambda session=running.pid: not members(session))
         assert not used & namespaces()
-    assert not os.listdir(tmp_path)
+    assert set(os.listdir(tmp_path)) <= {f"torchinductor_{getpass.getuser()}"}  # torch's own
     last = bench("--steps", "1", "--warmup", "1", "--link", "1gbit")
     _told, errors = last.communicate(timeout=120)
     assert last.returncode == 0, errors
