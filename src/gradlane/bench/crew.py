@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Crew:
 
     def __init__(
         self,
-        build: Callable[..., Iterable[Any]],
+        build: Callable[..., Any],
         ranks: int,
         *args: object,
         prepare: Callable[[int], None] | None = None,
