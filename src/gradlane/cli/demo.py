@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
     from ..bench.network import why_not
     from ..bench.record import check_writable, write_json
+    from ..errors import InvalidValue
     from ..page.write import write_page
     from ..trial.plan import Plan
     from .train import exit_code, shown
@@ -42,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     plan = Plan(
         arms=tuple(options.arm or ARMS), ranks=options.ranks, steps=options.steps, link=parse_link(LINK)
     )
+    if options.json == options.out:
+        raise InvalidValue(f"{options.out} is both the page and its figures; choose another file for one")
     check_writable(options.out)
     check_writable(options.json)
     print(

@@ -87,7 +87,7 @@ def shown(plan: Plan) -> dict[str, Any]:
         document = run_trial(plan, progress, on_note=lambda note: print(note, file=sys.stderr))
     screen.print(table(document))
     for story in stories(document):
-        screen.print(story, markup=False, highlight=False)
+        screen.print(story, markup=False, highlight=False, soft_wrap=True)
     return document
 
 

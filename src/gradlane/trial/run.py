@@ -63,6 +63,8 @@ def _train_seed(
         if not any(run.status in FAILED for run in earlier):  # it would fail again, perhaps by hanging
             current[arm] = Run(seed)
             earlier.append(current[arm])
+    if not current:
+        return True
     hosts = Network(plan.ranks, plan.link) if link["emulated"] else nullcontext()
     with hosts as network:
         prepare = network.enter if network is not None else None

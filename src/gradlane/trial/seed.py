@@ -64,6 +64,8 @@ class SeedTrial:
                     self._evaluate(step)  # so that the time since the last one was not for nothing
                 return False
             self._round(step, Train(step), lambda run, samples, step=step: run.trained(step, samples))
+            if not self._turns.running:
+                break
             self._tell(step + 1)
             if (step + 1) % self.plan.interval == 0 or step + 1 == self.plan.steps:
                 self._evaluate(step + 1)
