@@ -119,7 +119,7 @@ def test_a_run_that_was_cut_short_is_not_averaged_with_whole_ones():
     assert final_step(runs) == 20
     entry = result("ddp", runs, 3, 20, target=None)
     assert (entry["status"], entry["final_loss"]) == ("partial", 2.0)
-    assert entry["detail"] == "1 of 3 seeds are complete; seed 1 ended after 10 steps"
+    assert entry["detail"] == "1 of 3 seeds are complete; seed 1 was last evaluated after 10 steps"
     assert len(entry["runs"]) == 2
 
 

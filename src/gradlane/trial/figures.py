@@ -125,7 +125,9 @@ def _status(runs: Sequence[Run], seeds: int) -> tuple[str, str]:
     if whole == seeds:
         return "ok", ""
     cut = "".join(
-        f"; seed {run.seed} ended after {run.steps[-1]} steps" for run in runs if run.status != "ok"
+        f"; seed {run.seed} was last evaluated after {run.steps[-1]} steps"
+        for run in runs
+        if run.status != "ok"
     )
     return "partial", f"{whole} of {seeds} seeds are complete{cut}"
 
