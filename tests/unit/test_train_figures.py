@@ -87,6 +87,8 @@ def test_dense_reaches_the_default_target_shortly_before_its_end():
     target = default_target(dense, 20)
     assert target == pytest.approx(2.0 + 0.02 * 6)
     assert 18 < way_to(dense[0], target).steps < 20
+    apart = seeds_of(2.0, 3.0)
+    assert all(way_to(run, default_target(apart, 10)) for run in apart)
     assert default_target([run_of([2.0, 3.0])], 10) is None  # it did not learn
     assert default_target([run_of([2.0, math.inf])], 10) is None
 
