@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -41,6 +42,25 @@ def test_help_tells_the_verbs_without_torch():
         (("bench", "--plot", "bars.gif"), "use a name that ends in .svg or .png"),
         (("trace", "missing.jsonl"), "No such file or directory: 'missing.jsonl'"),
         (("trace", "missing.jsonl", "--steps", "5:2"), "No such file"),
+        (("demo", "--out", "no/such/folder/page.html"), "cannot be written"),
+        (("train", "--task", "chess"), "task 'chess' is not known; use bytes or digits"),
+        (("train", "--arm", "Maen()"), "did you mean Mean?"),
+        (("train", "--arm", "torch.fp8"), "arm 'torch.fp8' is not known; torch's hooks are torch.allreduce"),
+        (("train", "--link", "fast"), "link 'fast' is not known"),
+        (("train", "--steps", "0"), "steps=0 trains nothing; use 1 or more"),
+        (("train", "--ranks", "1"), "ranks=1 has nobody to talk to; use 2 or more"),
+        (("train", "--ranks", "65"), "ranks=65 are too many for one machine; use 2 to 64"),
+        (("train", "--seeds", "0"), "seeds=0 is outside of 1 to 30"),
+        (("train", "--seeds", "31"), "seeds=31 is outside of 1 to 30"),
+        (("train", "--lr", "0"), "lr=0.0 cannot train; use a number above 0, say 0.1"),
+        (("train", "--lr", "nan"), "lr=nan cannot train"),
+        (("train", "--optimizer", "lion"), "optimizer 'lion' is not known; use sgd or adam"),
+        (("train", "--batch", "0"), "batch=0 holds nothing; use 1 or more"),
+        (("train", "--every", "0"), "every=0 is no number of steps; use 1 or more"),
+        (("train", "--target", "inf"), "target=inf is no loss; use a finite number"),
+        (("train", "--budget", "0"), "budget=0 is no time to train"),
+        (("train", "--json", "no/such/folder/out.json"), "cannot be written"),
+        (("train", "--seeds", "some"), "invalid int value"),
         ((), "the following arguments are required"),
     ],
 )
@@ -53,12 +73,27 @@ def test_bad_input_is_a_message_and_exit_code_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_demo_prints_one_table():
-    done = run("demo", "--steps", "2", "--arm", "Mean()", "--arm", "Cast(Mean(), bfloat16)")
+def test_a_task_whose_data_are_not_installed_says_how_to_get_them(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(("train", "--task", "digits", "--steps", "1")) == 2
+    assert (
+        "needs scikit-learn, which is not installed; pip install 'gradlane[digits]'"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_demo_prints_one_table_and_makes_a_page(tmp_path):
+    page, figures = tmp_path / "demo.html", tmp_path / "demo.json"
+    arms = ("Mean()", "Cast(Mean(), bfloat16)")
+    done = run(
+        *("demo", "--steps", "2", "--out", str(page), "--json", str(figures)),
+        *(part for arm in arms for part in ("--arm", arm)),
+    )
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if "x │" in line]
-    assert len(rows) == 3
-    assert "1.00x" in rows[1]
-    assert "2.00x" in rows[2]
-    losses = [row.split("│")[2].strip() for row in rows]
-    assert losses[0] == losses[1]  # Mean is DDP, bit for bit
+    table = [line for line in done.stdout.splitlines() if " ok " in line]
+    assert [line.split("  ")[0].strip() for line in table] == ["ddp", *arms]
+    assert f"wrote {page}" in done.stdout
+    assert "Cast(Mean(), bfloat16)" in page.read_text()
+    dense, mean, cast = json.loads(figures.read_text())["results"]
+    assert dense["runs"][0]["loss"] == mean["runs"][0]["loss"]  # Mean is DDP, bit for bit
+    assert dense["bytes_per_step"] == mean["bytes_per_step"] == 2 * cast["bytes_per_step"]

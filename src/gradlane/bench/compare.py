@@ -168,8 +168,17 @@ class _Section:
                 status = "partial" if row["steps"] else "not run"
                 why = "the time budget ended" if ended == "budget" else "it was interrupted"
                 detail = f"{row['steps']} of {plan.steps} steps: {why}"
-            about = {"ranks": self._ranks, "arm": arm, "status": status, "detail": detail}
-            told.append({**self._place.told(), **about, **compared(row, link, rows[DDP], rows[COMPUTE])})
+            about = {
+                "link": self._place.name,
+                "rate_bits": link.rate_bits,
+                "emulated": self._place.emulated,
+                "note": self._place.note,
+                "ranks": self._ranks,
+                "arm": arm,
+                "status": status,
+                "detail": detail,
+            }
+            told.append({**about, **compared(row, link, rows[DDP], rows[COMPUTE])})
         return told
 
     def _crew(self, arm: str) -> Crew:
@@ -180,7 +189,7 @@ class _Section:
         )  # fmt: skip
 
     def _tell(self, arm: str, step: int) -> None:
-        self._on_progress(Progress(self._turn, self._place.link.name, self._ranks, arm, step))
+        self._on_progress(Progress(self._turn, self._place.name, self._ranks, arm, step))
         self._turn += 1
 
     def _keep(self, arm: str, samples: Step, step: int) -> None:

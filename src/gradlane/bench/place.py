@@ -17,14 +17,9 @@ class Place:
     note: str  # why it is not what was asked for
     prepare: Callable[[int], None] | None = None
 
-    def told(self) -> dict[str, object]:
-        """For the record of a run."""
-        return {
-            "link": self.link.name,
-            "rate_bits": self.link.rate_bits,
-            "emulated": self.emulated,
-            "note": self.note,
-        }
+    @property
+    def name(self) -> str:
+        return self.link.name if self.emulated else "loopback"
 
 
 @contextmanager

@@ -28,8 +28,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in record["results"]:
-        link = row["link"] if row["emulated"] else "loopback"
-        panels.setdefault(f"{link}, {row['ranks']} ranks", []).append(row)
+        panels.setdefault(f"{row['link']}, {row['ranks']} ranks", []).append(row)
     arms = max(len(rows) for rows in panels.values())
     figure = Figure(figsize=(8, 0.8 + len(panels) * (0.7 + 0.32 * arms)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]

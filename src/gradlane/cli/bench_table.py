@@ -54,11 +54,11 @@ def progress_bar(total: int) -> Iterator[Callable[[Where], None]]:
 def print_record(record: dict[str, Any]) -> None:
     console = Console(soft_wrap=True)
     settings = record["settings"]
-    for (link, emulated, ranks), group in groupby(
-        record["results"], key=lambda row: (row["link"], row["emulated"], row["ranks"])
+    for (link, rate, ranks), group in groupby(
+        record["results"], key=lambda row: (row["link"], row["rate_bits"], row["ranks"])
     ):
         rows = list(group)
-        between = ("unshaped" if link == "none" else link) if emulated else "loopback, unshaped"
+        between = link if rate else f"{link}, unshaped"
         console.print(_table(f"{settings['model']}, {ranks} ranks, {between}", rows))
         if rows[0]["note"]:
             console.print(escape(rows[0]["note"]))

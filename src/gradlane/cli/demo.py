@@ -1,26 +1,62 @@
-"""Train a small language model on local processes, with and without gradlane."""
+"""Train a small language model on local processes, with and without gradlane, and make a page of it."""
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from pathlib import Path
 
 NAME = "demo"
-HELP = "train a small model on local processes, with and without gradlane"
+HELP = "train a small model on local processes, with and without gradlane; makes a page"
+ARMS = ("Mean()", "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)")
+LINK = "100mbit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=150, help="steps for each arm (default 150)")
-    parser.add_argument("--ranks", type=int, default=2, help="local processes (default 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="local processes of each arm (default 2)")
     parser.add_argument(
         "--arm",
         action="append",
         metavar="STRATEGY",
         help="a strategy to compare, as text; repeat for more (default: Mean and the casts)",
     )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gradlane-demo.html"),
+        metavar="FILE.html",
+        help="where to write the page (default gradlane-demo.html)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="keep the figures behind the page")
 
 
 def run(options: argparse.Namespace) -> int:
-    from .demo_run import run_demo
+    from ..bench.link import parse_link
+    from ..bench.network import why_not
+    from ..bench.record import check_writable, write_json
+    from ..errors import InvalidValue
+    from ..page.write import write_page
+    from ..trial.plan import Plan
+    from .train import exit_code, shown
 
-    run_demo(steps=options.steps, ranks=options.ranks, arms=options.arm)
-    return 0
+    plan = Plan(
+        arms=tuple(options.arm or ARMS), ranks=options.ranks, steps=options.steps, link=parse_link(LINK)
+    )
+    if options.json == options.out:
+        raise InvalidValue(f"{options.out} is both the page and its figures; choose another file for one")
+    check_writable(options.out)
+    check_writable(options.json)
+    print(
+        f"A byte-level transformer learns Python's standard library: {plan.ranks} processes an arm, "
+        f"{plan.steps} steps."
+    )
+    if why_not() is None:
+        print(f"Emulated: a host for each process, and links of {LINK} each way (network namespaces, tc).")
+    document = shown(plan)
+    with tempfile.TemporaryDirectory(prefix="gradlane-") as folder:
+        figures = options.json or Path(folder) / "gradlane-demo.json"
+        write_json(figures, document)
+        write_page([figures], options.out)
+    print(f"wrote {options.out}; open it in a browser")
+    return exit_code(document)

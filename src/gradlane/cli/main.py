@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import bench, demo, report, trace
+from ..errors import GradlaneError
+from . import bench, demo, report, trace, train
 
 # Each has NAME, HELP, add_arguments(parser) and run(options); what is heavy is imported in run.
-VERBS = (bench, demo, report, trace)
+VERBS = (demo, bench, train, report, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, GradlaneError) as error:
         print(f"gradlane: {error}", file=sys.stderr)
         return 2

@@ -97,6 +97,8 @@ def setting(value: object) -> str:
         return DASH
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.10g}"
     if isinstance(value, list):
         return ", ".join(setting(item) for item in value)
     if isinstance(value, Mapping):

@@ -58,7 +58,7 @@ def train_section(train: Train, arms: Mapping[str, Arm]) -> TrainSection:
         where=train.link.where,
         note=train.link.note,
         unit=train.unit,
-        target="" if train.target is None else f"{train.target:g}",
+        target="" if train.target is None else f"{train.target:.4g}",
         seeds=max((len(seeds) for seeds in curves.values()), default=0),
         table=_table(train.results, train.unit, arms),
         charts=charts if drawn else [],

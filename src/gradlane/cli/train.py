@@ -1,0 +1,95 @@
+"""Train a small model with every arm: its loss against steps, bytes and wall-clock seconds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..trial.plan import Plan
+
+NAME = "train"
+HELP = "train a small model with each arm: loss against steps, bytes and seconds"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--task",
+        default="bytes",
+        help="bytes: a language model on the standard library's source; digits: scikit-learn's images "
+        "(default bytes)",
+    )
+    parser.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="ARM",
+        help="what carries the gradients: a strategy as text, or torch.fp16, torch.powersgd(4), ...; repeat "
+        "for more. ddp, dense training without a hook, is always one",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="local processes of each arm (default 2)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="how often, with other weights and data, 1 to 30 (default 1)"
+    )
+    parser.add_argument(
+        "--link", default="none", help="a link to emulate, as 100mbit or 1gbit (default none: loopback)"
+    )
+    parser.add_argument("--optimizer", default="sgd", help="sgd, with momentum 0.9, or adam (default sgd)")
+    parser.add_argument(
+        "--lr", type=float, help="highest learning rate (default 0.1 for sgd, 0.003 for adam)"
+    )
+    parser.add_argument(
+        "--batch", type=int, help="examples per rank and step (default 8 for bytes, 32 for digits)"
+    )
+    parser.add_argument("--every", type=int, help="steps between two evaluations (default a 20th of all)")
+    parser.add_argument(
+        "--target",
+        type=float,
+        help="the held-out loss to reach (default: where dense is shortly before its end)",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=900.0, help="seconds after which it ends anyway (default 900)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE.json",
+        help="write all figures; `gradlane report` makes a page of it",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..bench.link import parse_link
+    from ..bench.record import check_writable, write_json
+    from ..trial.plan import Plan
+
+    names = ("task", "ranks", "steps", "seeds", "optimizer", "lr", "batch", "every", "target", "budget")
+    chosen = {name: getattr(options, name) for name in names}
+    plan = Plan(arms=tuple(options.arm), link=parse_link(options.link), **chosen)
+    check_writable(options.json)
+    document = shown(plan)
+    if options.json is not None:
+        write_json(options.json, document)
+        print(f"wrote {options.json}")
+    return exit_code(document)
+
+
+def shown(plan: Plan) -> dict[str, Any]:
+    """Run a plan with its progress on the screen, then the table; the document."""
+    from ..trial.run import run_trial
+    from .train_view import Shown, console, stories, table
+
+    screen = console()
+    with Shown(plan, screen) as progress:
+        document = run_trial(plan, progress, on_note=lambda note: print(note, file=sys.stderr))
+    screen.print(table(document))
+    for story in stories(document):
+        screen.print(story, markup=False, highlight=False, soft_wrap=True)
+    return document
+
+
+def exit_code(document: dict[str, Any]) -> int:
+    return 130 if document["ended"] == "interrupted" else 0

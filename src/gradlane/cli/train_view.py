@@ -1,0 +1,122 @@
+"""What one sees of a training run: the arms' progress, then one table."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..page.figures import DASH, byte_size, plain, seconds_column, signed
+from ..trial.plan import Plan
+from ..trial.seed import Standing
+from ..trial.tasks import UNITS
+
+REDRAWN = 0.2  # seconds between two looks at a terminal
+WIDTH = 110  # of what is written to a file or a pipe
+
+
+def console() -> Console:
+    made = Console()
+    return made if made.is_terminal else Console(width=WIDTH)
+
+
+class Shown:
+    """A line for each arm: seed, steps, time, held-out loss. Call it with every place."""
+
+    def __init__(self, plan: Plan, screen: Console) -> None:
+        # No thread redraws it: ranks are forked meanwhile, and a fork copies locks that a thread holds.
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[told]}"),
+            console=screen,
+            auto_refresh=False,
+        )
+        self._plan, self._drawn = plan, 0.0
+        self._lines = {
+            arm: self._progress.add_task(arm, total=plan.steps * plan.seeds, told="") for arm in plan.all_arms
+        }
+
+    def __enter__(self) -> Shown:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, standing: Standing) -> None:
+        loss = "" if standing.loss is None else f"{standing.loss:.3f} {UNITS[self._plan.task]}"
+        seed = f"seed {standing.seed + 1} of {self._plan.seeds}  " if self._plan.seeds > 1 else ""
+        fate = "" if standing.status in ("ok", "partial") else f"  {standing.status}"
+        line = self._lines[standing.arm]
+        if not fate or standing.status == "diverged":
+            self._progress.update(line, completed=standing.seed * self._plan.steps + standing.step)
+        self._progress.update(line, told=f"{seed}{loss}{fate}")
+        if time.monotonic() - self._drawn >= REDRAWN:
+            self._progress.refresh()
+            self._drawn = time.monotonic()
+
+
+def table(document: dict[str, Any]) -> Table:
+    """Of a train document; figures that were not taken are dashes."""
+    results, target = document["results"], document["target"]
+    step_unit, step_times = seconds_column(result["seconds_per_step"] for result in results)
+    goal = "to target" if target is None else f"to {plain(target, 4)}"
+    made = Table(box=SIMPLE_HEAD, title=_title(document), title_justify="left", pad_edge=False)
+    made.add_column("arm", overflow="fold")
+    made.add_column("status")
+    for heading in (
+        f"final\n{document['unit']}",
+        "gap to\ndense",
+        "sent per\nstep",
+        f"{step_unit} per\nstep",
+        f"{goal}:\nseconds",
+        f"{goal}:\nsent",
+    ):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for result, step_time in zip(results, step_times, strict=True):
+        made.add_row(
+            escape(result["arm"]),
+            result["status"],
+            plain(result["final_loss"], 4),
+            signed(result["gap"], result["gap_interval"]),
+            byte_size(result["bytes_per_step"]),
+            step_time,
+            DASH if result["to_target_s"] is None else f"{result['to_target_s']:.2f}",
+            byte_size(result["to_target_bytes"]),
+        )
+    return made
+
+
+def stories(document: dict[str, Any]) -> list[str]:
+    """A sentence for each arm that is not all right, and one for a run that ended early."""
+    found = [
+        f"{result['arm']}: {result['status']}; {result['detail']}."
+        for result in document["results"]
+        if result["status"] != "ok"
+    ]
+    if document["ended"] == "budget":
+        found.append(f"The budget of {document['settings']['budget_s']:g} s was spent; --budget gives more.")
+    elif document["ended"] == "interrupted":
+        found.append("Interrupted: this is what there was by then.")
+    return found
+
+
+def _title(document: dict[str, Any]) -> str:
+    settings, link = document["settings"], document["link"]
+    seeds = len(settings["seeds"])
+    where = f"an emulated link of {link['name']}" if link["rate_bits"] else "an unshaped link"
+    return (
+        f"{settings['task']}: {settings['ranks']} ranks, {settings['steps']} steps, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}, over {where}"
+    )

@@ -1,0 +1,1 @@
+"""Training on this machine: the held-out loss of each arm against steps, bytes and seconds."""

@@ -1,0 +1,81 @@
+"""What to train, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..bench.arms import DDP, check_arm
+from ..bench.link import Link
+from ..bench.network import MOST_HOSTS
+from ..errors import InvalidValue
+from .tasks import BATCHES, check_task
+
+RATES = {"sgd": 0.1, "adam": 3e-3}  # of learning, where none is asked for
+MOST_SEEDS = 30
+EVALUATIONS = 20  # of a run, besides the one before its first step
+LONGEST = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options of a run. None takes the default of the task or of the optimizer."""
+
+    task: str = "bytes"
+    arms: tuple[str, ...] = ()
+    ranks: int = 2
+    steps: int = 200
+    seeds: int = 1
+    link: Link = field(default=Link("none", None))
+    optimizer: str = "sgd"
+    lr: float | None = None
+    batch: int | None = None
+    every: int | None = None
+    target: float | None = None
+    budget: float = 900.0
+
+    def __post_init__(self) -> None:
+        check_task(self.task)
+        if self.steps < 1:
+            raise InvalidValue(f"steps={self.steps} trains nothing; use 1 or more")
+        if self.ranks < 2:
+            raise InvalidValue(f"ranks={self.ranks} has nobody to talk to; use 2 or more")
+        if self.ranks > MOST_HOSTS:
+            raise InvalidValue(f"ranks={self.ranks} are too many for one machine; use 2 to {MOST_HOSTS}")
+        if not 1 <= self.seeds <= MOST_SEEDS:
+            raise InvalidValue(f"seeds={self.seeds} is outside of 1 to {MOST_SEEDS}; use a number between")
+        if self.optimizer not in RATES:
+            raise InvalidValue(f"optimizer {self.optimizer!r} is not known; use {' or '.join(RATES)}")
+        if not 0 < self.rate < math.inf:
+            raise InvalidValue(
+                f"lr={self.lr} cannot train; use a number above 0, say {RATES[self.optimizer]}"
+            )
+        if self.batch_size < 1:
+            raise InvalidValue(f"batch={self.batch} holds nothing; use 1 or more")
+        if self.interval < 1:
+            raise InvalidValue(f"every={self.every} is no number of steps; use 1 or more")
+        if self.target is not None and not math.isfinite(self.target):
+            raise InvalidValue(f"target={self.target} is no loss; use a finite number")
+        if not 0 < self.budget <= LONGEST:
+            raise InvalidValue(
+                f"budget={self.budget:g} is no time to train; use seconds, above 0 to {LONGEST:g}"
+            )
+        for arm in self.arms:
+            check_arm(arm)
+
+    @property
+    def all_arms(self) -> tuple[str, ...]:
+        """Dense first: every other arm is compared with it. None twice."""
+        return tuple(dict.fromkeys((DDP, *self.arms)))
+
+    @property
+    def rate(self) -> float:
+        return RATES[self.optimizer] if self.lr is None else self.lr
+
+    @property
+    def batch_size(self) -> int:
+        return BATCHES[self.task] if self.batch is None else self.batch
+
+    @property
+    def interval(self) -> int:
+        return max(1, self.steps // EVALUATIONS) if self.every is None else self.every

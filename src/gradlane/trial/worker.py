@@ -1,0 +1,87 @@
+"""A rank of an arm in training: it steps and evaluates when it is told to."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..bench.arms import Arm
+from .plan import Plan
+from .tasks import Task
+
+WARM_UP = 0.05  # of the steps
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Train:
+    """An order: train step ``step``, counted from 0."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """An order: the held-out loss, on rank 0."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Clock readings are ``time.perf_counter``, which all processes of a machine share."""
+
+    start: float
+    end: float
+    loss: float
+    sent_bytes: int  # by this rank, from its first step on
+
+
+class Worker:
+    """All ranks were forked with the same model; their data differ, and are the same for every arm."""
+
+    def __init__(self, rank: int, arm: str, task: Task, model: nn.Module, plan: Plan, seed: int) -> None:
+        self._rank, self._task, self._plan, self._seed = rank, task, plan, seed
+        # What all ranks have already need not travel: over a slow link that alone takes seconds.
+        self._ddp = DistributedDataParallel(model, init_sync=False)
+        self._arm = Arm(self._ddp, arm)
+        self._optimizer = _optimizer(plan, self._ddp)
+
+    def __call__(self, order: object) -> Trained | float | None:
+        if isinstance(order, Train):
+            return self._train(order.step)
+        return self._task.held_out_loss(self._ddp.module) if self._rank == 0 else None
+
+    def close(self) -> None:
+        self._arm.close()
+
+    def _train(self, step: int) -> Trained:
+        batch = self._task.batch(self._plan.batch_size, self._seed, self._rank, step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.rate * share_of_rate(step, self._plan.steps)
+        start = time.perf_counter()
+        loss = self._ddp(*batch)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        end = time.perf_counter()
+        self._arm.step_done()
+        self._arm.take_events()  # nobody reads them here, and they would pile up
+        return Trained(start, end, loss.item() / self._task.nats, self._arm.sent_bytes)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """A linear warm-up, then half a cosine down to 0."""
+    warm_up = max(1, round(WARM_UP * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
+
+
+def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+    if plan.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=plan.rate)
+    return torch.optim.SGD(model.parameters(), lr=plan.rate, momentum=MOMENTUM)

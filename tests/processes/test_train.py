@@ -1,0 +1,178 @@
+"""``gradlane train`` on real processes, few steps of small tasks."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+
+from gradlane.bench import place
+from gradlane.bench.link import parse_link
+from gradlane.bench.network import why_not
+from gradlane.bench.record import write_json
+from gradlane.page.read import load
+from gradlane.page.write import write_page
+from gradlane.trial import bytemodel, digits, seed
+from gradlane.trial.plan import Plan
+from gradlane.trial.run import run_trial
+from gradlane.trial.tasks import TASKS
+from gradlane.trial.worker import Worker
+
+needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")
+CAST = "Cast(Mean(), bfloat16)"
+
+
+def losses(document):
+    return {result["arm"]: [run["loss"] for run in result["runs"]] for result in document["results"]}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    plan = Plan(arms=("Mean()", "torch.bf16", CAST), steps=4, seeds=2, batch=2, every=2)
+    return plan, run_trial(plan)
+
+
+def test_mean_is_dense_training_bit_for_bit_in_every_loss(trained):
+    _, document = trained
+    found = losses(document)
+    assert [len(curve) for curve in found["ddp"]] == [3, 3]
+    assert found["Mean()"] == found["ddp"] != found[CAST]
+    assert found["ddp"][0] != found["ddp"][1]
+    mean = document["results"][1]
+    assert (mean["gap"], mean["gap_interval"]) == (0, 0)
+
+
+def test_the_same_run_twice_gives_the_same_losses(trained):
+    plan, document = trained
+    again = run_trial(replace(plan, arms=(CAST,)))
+    assert losses(again) == {arm: losses(document)[arm] for arm in ("ddp", CAST)}
+
+
+def test_a_crashing_arm_is_told_and_the_others_go_on(trained):
+    _, document = trained
+    status = {result["arm"]: result["status"] for result in document["results"]}
+    assert status == {"ddp": "ok", "Mean()": "ok", "torch.bf16": "crashed", CAST: "ok"}
+    crashed = document["results"][2]
+    assert crashed["detail"].startswith("seed 0, at its start, rank ")
+    assert [run["seed"] for run in crashed["runs"]] == [0]  # it is not tried again
+    assert document["ended"] == "complete"
+
+
+def test_bytes_are_those_of_one_rank_from_the_first_step_on(trained):
+    _, document = trained
+    dense, _, _, cast = document["results"]
+    size = 4 * document["settings"]["parameters"]
+    assert dense["runs"][0]["bytes"] == [0, 2 * size, 4 * size]
+    assert dense["bytes_per_step"] == size == 2 * cast["bytes_per_step"]
+    for result in (dense, cast):
+        assert all(
+            run["seconds"] == sorted(run["seconds"]) and run["seconds"][0] == 0 for run in result["runs"]
+        )
+        assert result["seconds_per_step"] > 0
+
+
+def test_the_page_takes_the_document(trained, tmp_path):
+    _, document = trained
+    write_json(tmp_path / "train.json", document)
+    assert [result.arm for result in load(tmp_path / "train.json").results] == list(losses(document))
+    write_page([tmp_path / "train.json"], tmp_path / "page.html")
+    assert "torch.bf16" in (tmp_path / "page.html").read_text()
+
+
+class Recording(Worker):
+    """Writes down its first weights and every batch it draws."""
+
+    folder = None
+
+    def __init__(self, rank, arm, task, model, plan, seed):
+        place = self.folder / f"{arm}-{seed}-{rank}"
+        place.write_text(digest(model.parameters()) + "\n")
+
+        def draw(size, generator):
+            batch = task.draw(size, generator)
+            with place.open("a") as file:
+                file.write(digest(batch) + "\n")
+            return batch
+
+        super().__init__(rank, arm, replace(task, draw=draw), model, plan, seed)
+
+
+def digest(tensors):
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(tensor.detach().numpy().tobytes())
+    return made.hexdigest()
+
+
+def test_arms_share_weights_and_data_ranks_and_seeds_do_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(seed, "Worker", Recording)
+    monkeypatch.setattr(Recording, "folder", tmp_path)
+    run_trial(Plan(task="digits", arms=(CAST,), steps=3, seeds=2))
+    written = {
+        (arm, at, rank): (tmp_path / f"{arm}-{at}-{rank}").read_text().splitlines()
+        for arm in ("ddp", CAST)
+        for at in (0, 1)
+        for rank in (0, 1)
+    }
+    for at in (0, 1):
+        for rank in (0, 1):
+            assert written["ddp", at, rank] == written[CAST, at, rank]
+        assert written["ddp", at, 0][0] == written["ddp", at, 1][0]  # weights
+    assert written["ddp", 0, 0][0] != written["ddp", 1, 0][0]
+    batches = [line for (arm, _, _), lines in written.items() if arm == "ddp" for line in lines[1:]]
+    assert len(set(batches)) == len(batches) == 2 * 2 * 3
+
+
+def test_held_out_text_is_never_trained_on():
+    text = bytemodel.library_source()
+    trained, held_out = bytemodel.parted(text)
+    assert len(trained) + len(held_out) == len(text)
+    known = trained.numpy().tobytes()
+    task = TASKS["bytes"]()
+    assert len(task.held_out[0]) > 0.8 * bytemodel.WINDOWS
+    for inputs, targets in zip(*task.held_out, strict=True):
+        assert bytes(inputs.tolist()) + bytes(targets[-1:].tolist()) not in known
+    for step in range(20):
+        for inputs, targets in zip(*task.batch(8, 0, 0, step), strict=True):
+            assert bytes(inputs.tolist()) + bytes(targets[-1:].tolist()) in known
+
+
+def test_digits_are_learned():
+    document = run_trial(Plan(task="digits", arms=("Mean()",), steps=60, every=20))
+    dense, mean = losses(document).values()
+    assert dense == mean
+    assert dense[0][-1] < 0.3 * dense[0][0]
+    assert document["unit"] == "nats"
+    assert 40 < document["results"][0]["to_target_steps"] < 60
+
+
+def test_held_out_digits_are_never_trained_on():
+    (images, _), (held_out, labels) = digits.digits()
+    assert len(images) + len(held_out) == 1797
+    assert len(labels.unique()) == 10
+    known = {tuple(image) for image in images.tolist()}
+    assert not [image for image in held_out.tolist() if tuple(image) in known]
+
+
+@needs_links
+def test_a_link_changes_the_seconds_and_nothing_else():
+    plan = Plan(task="digits", arms=(CAST,), steps=4, every=2)
+    link = parse_link("10mbit")
+    free, shaped = run_trial(plan), run_trial(replace(plan, link=link))
+    assert losses(free) == losses(shaped)
+    assert shaped["link"] == {"name": "10mbit", "rate_bits": 1e7, "emulated": True, "note": ""}
+    dense, cast = shaped["results"]
+    sent = 4 * shaped["settings"]["parameters"]
+    # A full token bucket lets the first bytes of a step through at once.
+    assert dense["seconds_per_step"] > 0.8 * link.seconds(sent - 2 * link.burst_bytes)
+    assert dense["seconds_per_step"] > cast["seconds_per_step"]
+
+
+def test_a_link_that_cannot_be_emulated_is_told(monkeypatch):
+    monkeypatch.setattr(place, "why_not", lambda: "no tc; install iproute2")
+    heard = []
+    plan = Plan(task="digits", steps=1, link=parse_link("100mbit"))
+    document = run_trial(plan, on_note=heard.append)
+    note = "100mbit was asked for; no tc; install iproute2; so loopback, unshaped"
+    assert heard == [note]
+    assert document["link"] == {"name": "loopback", "rate_bits": None, "emulated": False, "note": note}
+    assert document["results"][0]["status"] == "ok"

@@ -1,0 +1,97 @@
+"""``gradlane train`` when an arm diverges, crashes or hangs, and when its own time is up."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from gradlane.bench.record import write_json
+from gradlane.cli import main, train_view
+from gradlane.page.write import write_page
+from gradlane.trial import seed
+from gradlane.trial.plan import Plan
+from gradlane.trial.run import run_trial
+from gradlane.trial.worker import Train, Worker
+
+
+def test_divergence_is_null_and_told(tmp_path):
+    document = run_trial(Plan(task="digits", steps=8, every=2, lr=1e30))
+    dense = document["results"][0]
+    assert dense["status"] == "diverged"
+    assert "no finite number in step" in dense["detail"]
+    assert dense["runs"][0]["loss"][-1] is None
+    assert document["target"] is None
+    write_json(tmp_path / "wild.json", document)  # which refuses NaN
+    write_page([tmp_path / "wild.json"], tmp_path / "wild.html")
+
+
+def failing(accident):
+    """A worker that has an accident in step 1, if its arm is Mean()."""
+
+    class Failing(Worker):
+        def __init__(self, rank, arm, *parts):
+            super().__init__(rank, arm, *parts)
+            self.doomed = arm == "Mean()"
+
+        def __call__(self, order):
+            if self.doomed and order == Train(1):
+                accident()
+            return super().__call__(order)
+
+    return Failing
+
+
+@pytest.mark.parametrize(
+    ("accident", "status", "detail"),
+    [
+        (lambda: time.sleep(30), "hung", "did not finish within 0.5 s"),
+        (lambda: 1 / 0, "crashed", "ZeroDivisionError: division by zero"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "crashed", "ended by SIGKILL"),
+    ],
+    ids=["sleeps", "raises", "dies"],
+)
+def test_an_arm_that_fails_in_a_step_is_told_and_the_others_go_on(monkeypatch, accident, status, detail):
+    monkeypatch.setattr(seed, "Worker", failing(accident))
+    monkeypatch.setattr(seed, "PATIENCE", 0.5)
+    dense, failed = run_trial(Plan(task="digits", arms=("Mean()",), steps=4))["results"]
+    assert (dense["status"], dense["runs"][0]["steps"][-1]) == ("ok", 4)
+    assert failed["status"] == status
+    assert failed["detail"].startswith("seed 0, in step 1, rank ")
+    assert detail in failed["detail"]
+
+
+def test_nothing_is_left_to_do_when_dense_fails_too(monkeypatch, tmp_path):
+    def refuse(rank, arm, *parts):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(seed, "Worker", refuse)
+    document = run_trial(Plan(task="digits", steps=100_000, seeds=3))
+    assert [result["status"] for result in document["results"]] == ["crashed"]
+    write_json(tmp_path / "none.json", document)
+    write_page([tmp_path / "none.json"], tmp_path / "none.html")
+
+
+def test_the_budget_ends_a_run_with_what_there_is():
+    document = run_trial(Plan(task="digits", steps=100_000, seeds=2, budget=2.0))
+    dense = document["results"][0]
+    assert (document["ended"], dense["status"]) == ("budget", "partial")
+    assert dense["runs"][0]["steps"][-1] > 0
+    assert dense["final_loss"] == dense["runs"][0]["loss"][-1]
+
+
+def test_an_interrupted_run_writes_what_there_is(monkeypatch, tmp_path, capsys):
+    def interrupt(shown, place):
+        if place.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_view.Shown, "__call__", interrupt)
+    out = tmp_path / "out.json"
+    assert main(("train", "--task", "digits", "--every", "2", "--json", str(out))) == 130
+    document = json.loads(out.read_text())
+    assert document["ended"] == "interrupted"
+    assert document["results"][0]["runs"][0]["steps"] == [0, 2]
+    told = capsys.readouterr().out
+    assert "partial" in told
+    assert "Interrupted: this is what there was by then." in told
