@@ -81,7 +81,7 @@ def failed_result(arm, status, detail, link="100mbit", rate=1e8):
 
 
 def train_document(results=None, target=3.25):
-    settings = {"task": "bytes", "ranks": 2, "steps": 150, "seeds": [0, 1, 2], "optimizer": "sgd", "lr": 0.1}
+    settings = {"task": "bytes", "ranks": 2, "steps": 150, "seeds": 3, "optimizer": "sgd", "lr": 0.1}
     document = {"kind": "train", "format": 1, "made": made("gradlane train --link 100mbit --seeds 3")}
     document |= {"settings": settings, "ended": "complete", "unit": "bits/byte", "target": target}
     document["link"] = {"name": "100mbit", "rate_bits": 1e8, "emulated": True, "note": ""}

@@ -114,7 +114,7 @@ def stories(document: dict[str, Any]) -> list[str]:
 
 def _title(document: dict[str, Any]) -> str:
     settings, link = document["settings"], document["link"]
-    seeds = len(settings["seeds"])
+    seeds = settings["seeds"]
     where = f"an emulated link of {link['name']}" if link["rate_bits"] else "an unshaped link"
     return (
         f"{settings['task']}: {settings['ranks']} ranks, {settings['steps']} steps, "

@@ -80,7 +80,7 @@ def _document(
         "parameters": sum(p.numel() for p in task.model().parameters()),
         "ranks": plan.ranks,
         "steps": plan.steps,
-        "seeds": list(range(plan.seeds)),
+        "seeds": plan.seeds,
         "batch": plan.batch_size,
         "optimizer": plan.optimizer,
         "lr": plan.rate,
