@@ -18,14 +18,13 @@ import gradlane as gl
 from gradlane.bench.compare import Plan, compare
 from gradlane.bench.crew import ArmFailed, Crew
 from gradlane.bench.link import framed_bytes, parse_link
-from gradlane.bench.network import why_not
 from gradlane.bench.turns import Turns
 from gradlane.page.write import write_page
 
 from ..leftovers import gone, members, namespaces
+from ..links import needs_links
 
 ROOT = Path(__file__).parents[2]
-needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")
 TINY = Plan(
     arms=("Mean()", "torch.fp16", "torch.bf16"),
     links=(parse_link("none"),),

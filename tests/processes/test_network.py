@@ -18,8 +18,7 @@ from gradlane.bench.network import Network, sent_bytes, why_not
 from gradlane.local import run_ranks
 
 from ..leftovers import gone, members, namespaces
-
-needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")
+from ..links import needs_links
 
 
 @pytest.mark.parametrize(

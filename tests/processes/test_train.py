@@ -7,7 +7,6 @@ import pytest
 
 from gradlane.bench import place
 from gradlane.bench.link import parse_link
-from gradlane.bench.network import why_not
 from gradlane.bench.record import write_json
 from gradlane.page.read import load
 from gradlane.page.write import write_page
@@ -17,7 +16,8 @@ from gradlane.trial.run import run_trial
 from gradlane.trial.tasks import TASKS
 from gradlane.trial.worker import Worker
 
-needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")
+from ..links import needs_links
+
 CAST = "Cast(Mean(), bfloat16)"
 
 
