@@ -113,11 +113,15 @@ class Ranks:
         return [rank for rank in self._open.values() if rank not in self._settled]
 
     def close(self) -> None:
+        """End what is still running. Twice is fine."""
         for rank, process in enumerate(self.processes):
             process.join(5 if rank in self._finished else 0)
             if process.is_alive():
                 process.kill()
             process.join()
+            process.close()  # or its descriptor would stay until the garbage is collected
+        self.processes.clear()
+        self._open.clear()
         for line in self._lines:
             line.close()
         self._held.close()

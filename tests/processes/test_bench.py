@@ -138,9 +138,6 @@ class Sleeper:
         time.sleep(self.seconds)
         return order
 
-    def close(self):
-        pass
-
 
 class Dies(Sleeper):
     def __call__(self, order):

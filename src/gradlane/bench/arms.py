@@ -37,7 +37,6 @@ class Arm:
         self.events: list[Event] = []
         self.sent_bytes = 0
         self._each_step = 0
-        self.close: Callable[[], None] = lambda: None
         if name == DDP:
             gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
             self._each_step = wire_bytes("all_reduce", gradients, dist.get_world_size())
@@ -45,8 +44,7 @@ class Arm:
             self._count_torch()
             _register(ddp, match[1], int(match[2] or 1))
         else:
-            attachment = attach(ddp, name, observer=self._heard)
-            self.close = attachment.close
+            self.attachment = attach(ddp, name, observer=self._heard)
 
     def step_done(self) -> None:
         self.sent_bytes += self._each_step

@@ -10,19 +10,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GradlaneError
 from ..ranks import Ranks, ending_after, orders, tell
 
 GRACE = 5.0  # seconds beyond the patience, for a rank to tell its own story
-
-
-class Step(Protocol):
-    """What a rank of an arm does when it is told to."""
-
-    def __call__(self, order: object) -> Any: ...
-    def close(self) -> None: ...
 
 
 class ArmFailed(GradlaneError, RuntimeError):
@@ -34,11 +27,14 @@ class ArmFailed(GradlaneError, RuntimeError):
 
 
 class Crew:
-    """``build(rank, *args)`` in every rank makes what does a step there: ``step(order) -> sample``."""
+    """``build(rank, *args)`` in every rank makes what does a step there: ``step(order) -> sample``.
+
+    The ranks are ended, not asked to end: nothing they hold outlives them.
+    """
 
     def __init__(
         self,
-        build: Callable[..., Step],
+        build: Callable[..., Callable[[Any], Any]],
         ranks: int,
         *args: object,
         prepare: Callable[[int], None] | None = None,
@@ -61,15 +57,6 @@ class Crew:
     def close(self) -> None:
         self._ranks.close()
         self._errors.close()
-
-    def finish(self) -> None:
-        """Let the ranks end by themselves, then close."""
-        self._ranks.send(None)
-        end = time.monotonic() + GRACE
-        for _ in self._ranks.messages(end):
-            if not self._ranks.unfinished():
-                break
-        self.close()
 
     def _collected(self, patience: float, where: str) -> list[Any]:
         samples: dict[int, Any] = {}
@@ -94,7 +81,9 @@ class Crew:
         return f"{last}; {said[-1].strip()}" if said else last
 
 
-def _work(rank: int, build: Callable[..., Step], args: tuple[object, ...], errors: int) -> None:
+def _work(
+    rank: int, build: Callable[..., Callable[[Any], Any]], args: tuple[object, ...], errors: int
+) -> None:
     # What a dying process prints belongs to its arm's story, not between our lines.
     os.dup2(errors, 2)
     step = build(rank, *args)
@@ -103,4 +92,3 @@ def _work(rank: int, build: Callable[..., Step], args: tuple[object, ...], error
         with ending_after(patience, rank):
             sample = step(order)
         tell(sample)
-    step.close()

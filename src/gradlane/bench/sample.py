@@ -58,9 +58,6 @@ class Worker:
         sent = self._arm.sent_bytes - ledger
         return Sample(start, computed[0], end, cpu, sent, on_interface, self._arm.take_events())
 
-    def close(self) -> None:
-        self._arm.close()
-
     def _sent(self) -> int | None:
         try:
             return sent_bytes(self._interface)

@@ -55,9 +55,6 @@ class Worker:
             return self._train(order.step)
         return self._task.held_out_loss(self._ddp.module) if self._rank == 0 else None
 
-    def close(self) -> None:
-        self._arm.close()
-
     def _train(self, step: int) -> Trained:
         batch = self._task.batch(self._plan.batch_size, self._seed, self._rank, step)
         for group in self._optimizer.param_groups:
