@@ -159,8 +159,8 @@ def scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return torch.where(usable, safe / tops, otherwise), torch.where(usable, tops / safe, 0.0)
 
 
-def scaled(rows: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
-    """Rows times their inverses; zeros in a block that is not finite, whose scale tells that already."""
+def scaled(rows: Tensor, inverse: Tensor) -> Tensor:
+    """Rows times their inverses; plain zeros in a block whose scale tells all (0 or NaN)."""
     codes = rows * inverse[:, None]
-    broken = scale.isnan()
-    return codes.masked_fill_(broken[:, None], 0.0) if broken.any() else codes
+    idle = inverse == 0
+    return codes.masked_fill_(idle[:, None], 0.0) if idle.any() else codes

@@ -38,7 +38,7 @@ class Fp8(BlockCodec):
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         dtype, top, _ = FORMATS[self.format]
         scale, inverse = scales_of(rows.values.abs().amax(1), top)
-        return scaled(rows.values, inverse, scale).to(dtype).view(torch.uint8), scale
+        return scaled(rows.values, inverse).to(dtype).view(torch.uint8), scale
 
     def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
         dtype, _, _ = FORMATS[self.format]

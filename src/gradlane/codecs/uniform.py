@@ -53,7 +53,7 @@ class _Uniform(BlockCodec):
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         values = rotated(rows.values, keys) if self.rotate else rows.values
         scale, inverse = scales_of(values.abs().amax(1), self.levels)
-        codes = scaled(values, inverse, scale)
+        codes = scaled(values, inverse)
         if self.rounding == "stochastic":
             noise = uniforms(rows.first, codes.numel(), keys, codes.device).view_as(codes)
             codes.add_(noise).floor_().clamp_(-self.levels, self.levels)
