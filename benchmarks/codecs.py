@@ -1,7 +1,8 @@
 """What codecs cost against a copy of the same gradient: encode, decode, decode and add, encode with feedback.
 
-All arms work on the same buffers of 25 MB and take turns, so that whatever else the machine does hits them
-alike; every figure is the median over the rounds of (this arm / the copies next to it). One thread.
+Arms take turns on the same sets of 25 MB buffers, so that whatever else the machine does hits them alike, and
+that each finds its buffers equally far away: a copy within the cache is much faster than one through memory.
+Medians over all rounds and sets, as multiples of the median copy. One thread.
 
     python benchmarks/codecs.py --json benchmarks/results/DATE-codecs.json
 """
@@ -24,18 +25,24 @@ from gradlane.kernels.native import VARIABLE, kernels_in_use
 CODECS = (gl.Raw(), gl.Int8(), gl.Int4(), gl.Int2(), gl.Sign(), gl.Fp8(), gl.Fp8(format="e5m2"), gl.Natural(),
           gl.Int8(rounding="stochastic"), gl.Int4(rotate=True), gl.TopK(), gl.TopK(value="bfloat16"),
           gl.RandomK(), gl.RandomK(run=64))  # fmt: skip
+SETS = 4
 ACTS = ("encode", "decode", "decode+add", "encode+feedback")
 
 
-def arms(codec: gl.Codec, x: torch.Tensor, owed: torch.Tensor, into: torch.Tensor) -> dict[str, Callable]:
-    payload = codec.encode(x, 1)
-    owed = owed.clone()  # what one codec owes must not become another's
-    return {
-        "encode": lambda: codec.encode(x, 1, out=payload),
-        "decode": lambda: codec.decode(payload, into, 1),
-        "decode+add": lambda: codec.add_decoded(payload, into, 1),
-        "encode+feedback": lambda: codec.encode_owed(x, owed, 1, out=payload),
-    }
+class Buffers:
+    """One set of buffers; arms go through several in turn, so that none finds its own in the cache."""
+
+    def __init__(self, codec: gl.Codec, numel: int) -> None:
+        self.x, self.owed = torch.randn(numel), torch.randn(numel) * 0.1
+        self.into, self.copied = torch.zeros(numel), torch.zeros(numel)
+        self.payload = codec.encode(self.x, 1)
+        self.arms: dict[str, Callable[[], object]] = {
+            "copy": lambda: self.copied.copy_(self.x),
+            "encode": lambda: codec.encode(self.x, 1, out=self.payload),
+            "decode": lambda: codec.decode(self.payload, self.into, 1),
+            "decode+add": lambda: codec.add_decoded(self.payload, self.into, 1),
+            "encode+feedback": lambda: codec.encode_owed(self.x, self.owed, 1, out=self.payload),
+        }
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -46,20 +53,16 @@ def timed(act: Callable[[], object]) -> float:
 
 def measure(codec: gl.Codec, kernels: str, numel: int, rounds: int) -> dict[str, float]:
     os.environ[VARIABLE] = kernels
-    x = torch.randn(numel)
-    owed, into = torch.randn(numel) * 0.1, torch.zeros(numel)
-    acts = arms(codec, x, owed, into)
-    ratios: dict[str, list[float]] = {name: [] for name in ACTS}
-    for turn in range(rounds + 2):
-        for name in ACTS:
-            if name.startswith("decode"):
-                into.zero_()
-            before = timed(lambda: into.copy_(x))
-            taken = timed(acts[name])
-            after = timed(lambda: into.copy_(x))
-            if turn >= 2:  # the first rounds touch new pages
-                ratios[name].append(2 * taken / (before + after))
-    return {name: statistics.median(found) for name, found in ratios.items()}
+    sets = [Buffers(codec, numel) for _ in range(SETS)]
+    taken: dict[str, list[float]] = {name: [] for name in ("copy", *ACTS)}
+    for turn in range(rounds + 1):
+        for name in taken:
+            for buffers in sets:
+                seconds = timed(buffers.arms[name])
+                if turn:  # the first round touches new pages
+                    taken[name].append(seconds)
+    copy = statistics.median(taken["copy"])
+    return {"copy_s": copy, **{name: statistics.median(taken[name]) / copy for name in ACTS}}
 
 
 def main() -> None:
@@ -67,11 +70,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mb", type=float, default=25.0)
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--fallback-rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--fallback-rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--codec", action="append", help="a part of the text form; repeat for more")
-    parser.add_argument("--kernels", action="append", help="torch, portable, avx2, avx512; default: best, torch")
+    parser.add_argument(
+        "--kernels", action="append", help="torch, portable, avx2, avx512; default: best, torch"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -82,7 +87,7 @@ def main() -> None:
         os.environ[VARIABLE] = kernels
         used = kernels_in_use()
         print(f"\n{used}; {options.mb:g} MB, {options.threads} thread(s); times a copy")
-        print(f"{'codec':32s}", *(f"{name:>16s}" for name in ACTS), f"{'x smaller':>10s}")
+        print(f"{'codec':32s}", *(f"{name:>16s}" for name in ACTS), f"{'x smaller':>10s} {'copy ms':>8s}")
         for codec in CODECS:
             text = gl.describe(codec)
             if options.codec and not any(part in text for part in options.codec):
@@ -90,7 +95,8 @@ def main() -> None:
             rounds = options.fallback_rounds if kernels == "torch" else options.rounds
             found = measure(codec, kernels, numel, rounds)
             wire = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in codec.layout(numel))
-            print(f"{text:32s}", *(f"{found[name]:16.2f}" for name in ACTS), f"{4 * numel / wire:10.1f}")
+            print(f"{text:32s}", *(f"{found[name]:16.2f}" for name in ACTS), f"{4 * numel / wire:10.1f}",
+                  f"{found['copy_s'] * 1e3:8.2f}")  # fmt: skip
             rows.append({"codec": text, "kernels": used, "wire_bytes": wire, **found})
     if options.json:
         where = {"torch": torch.__version__, "gradlane": gl.__version__, "cpu": platform.machine()}

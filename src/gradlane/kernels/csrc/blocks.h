@@ -29,17 +29,34 @@ TARGET INLINE float NAME(sum)(const float *restrict p, int64_t block, float *res
 
 /* The Walsh-Hadamard transform in place, widest butterflies first, then the normalisation. */
 TARGET static void NAME(hadamard)(float *row, int64_t block, float norm) {
-    for (int64_t half = block / 2; half; half /= 2) {
-        for (int64_t start = 0; start < block; start += 2 * half) {
-            float *restrict low = row + start, *restrict high = row + start + half;
-            for (int64_t i = 0; i < half; i++) {
-                float sum = low[i] + high[i], difference = low[i] - high[i];
-                low[i] = sum;
-                high[i] = difference;
+    int64_t half = block / 2;
+#if WIDE
+    for (; half >= 8; half /= 2)
+        for (int64_t start = 0; start < block; start += 2 * half)
+            for (int64_t i = start; i < start + half; i += 8) {
+                __m256 low = _mm256_loadu_ps(row + i), high = _mm256_loadu_ps(row + i + half);
+                _mm256_storeu_ps(row + i, _mm256_add_ps(low, high));
+                _mm256_storeu_ps(row + i + half, _mm256_sub_ps(low, high));
             }
-        }
+    for (int64_t i = 0; i < block; i += 8) { /* the last three within a register: lows add, highs subtract */
+        __m256 here = _mm256_loadu_ps(row + i), there = _mm256_permute2f128_ps(here, here, 1);
+        here = _mm256_blend_ps(_mm256_add_ps(here, there), _mm256_sub_ps(there, here), 0xF0);
+        there = _mm256_permute_ps(here, 0x4E);
+        here = _mm256_blend_ps(_mm256_add_ps(here, there), _mm256_sub_ps(there, here), 0xCC);
+        there = _mm256_permute_ps(here, 0xB1);
+        here = _mm256_blend_ps(_mm256_add_ps(here, there), _mm256_sub_ps(there, here), 0xAA);
+        _mm256_storeu_ps(row + i, _mm256_mul_ps(here, _mm256_set1_ps(norm)));
     }
+#else
+    for (; half; half /= 2)
+        for (int64_t start = 0; start < block; start += 2 * half)
+            for (int64_t i = start; i < start + half; i++) {
+                float low = row[i], high = row[i + half];
+                row[i] = low + high;
+                row[i + half] = low - high;
+            }
     for (int64_t i = 0; i < block; i++) row[i] *= norm;
+#endif
 }
 
 /* -- codes ------------------------------------------------------------------------------------ */
@@ -305,6 +322,10 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
         if (job->flags & ROTATE) {
             for (int64_t i = 0; i < block; i++) turned[i] = p[i] * job->signs[i];
             NAME(hadamard)(turned, block, job->norm);
+        }
+        if (start + 2 * block <= job->n) { /* memory must not rest while this block is worked on */
+            fetch(x + block, block);
+            if (owed) fetch(owed + block, block);
         }
         /* Only a full block's codes fit in their place. */
         const int cut = filled < block && !(job->flags & ROTATE);

@@ -36,6 +36,11 @@ INLINE float float_of(uint32_t bits) {
     return number;
 }
 
+/* Ask for what is needed next. */
+INLINE void fetch(const float *next, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(next + i);
+}
+
 typedef struct {
     uint32_t first, second;
 } Keys;
