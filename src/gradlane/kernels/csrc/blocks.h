@@ -13,6 +13,19 @@ TARGET INLINE uint32_t NAME(largest)(const float *restrict p, int64_t block) {
     return (uint32_t)most;
 }
 
+/* p = x + owed, and the largest magnitude of it. */
+TARGET INLINE uint32_t NAME(add_up)(const float *restrict x, const float *restrict owed, int64_t block,
+                                    float *restrict p) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < block; i++) {
+        float sum = x[i] + owed[i];
+        int32_t bits = (int32_t)(bits_of(sum) & NO_SIGN);
+        most = bits > most ? bits : most;
+        p[i] = sum;
+    }
+    return (uint32_t)most;
+}
+
 /* The sum of magnitudes in a fixed tree: halves are added to halves. */
 TARGET INLINE float NAME(sum)(const float *restrict p, int64_t block, float *restrict tree) {
     int64_t half = block / 2;
@@ -63,6 +76,16 @@ TARGET static void NAME(hadamard)(float *row, int64_t block, float norm) {
 
 TARGET INLINE void NAME(nearest)(const float *restrict p, int64_t block, float inverse, uint8_t *restrict codes) {
     for (int64_t i = 0; i < block; i++) codes[i] = (uint8_t)bits_of(p[i] * inverse + WHOLE);
+}
+
+/* The same, and what is left: a code times the scale is taken off without going through the code. */
+TARGET INLINE void NAME(nearest_left)(const float *restrict p, int64_t block, float inverse, float scale,
+                                      uint8_t *restrict codes, float *restrict owed) {
+    for (int64_t i = 0; i < block; i++) {
+        float whole = p[i] * inverse + WHOLE;
+        codes[i] = (uint8_t)bits_of(whole);
+        owed[i] = p[i] - (whole - WHOLE) * scale;
+    }
 }
 
 TARGET INLINE void NAME(stochastic)(const float *restrict p, int64_t block, float inverse, float levels,
@@ -214,19 +237,33 @@ TARGET INLINE void NAME(to_natural)(const float *restrict p, int64_t block, uint
 
 TARGET INLINE void NAME(from_natural)(const uint8_t *restrict codes, const uint8_t *restrict signs, int64_t block,
                                       float *restrict out, const float *restrict from, const int mode) {
+#if WIDE
+    const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), most = _mm256_set1_epi32(255);
+    for (int64_t i = 0; i < block; i += 8) {
+        __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+        __m256i broken = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_cmpeq_epi32(code, most), 31), 22);
+        __m256i here = _mm256_and_si256(_mm256_set1_epi32(signs[i / 8]), each);
+        __m256i sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(here, each), 31);
+        __m256i number = _mm256_or_si256(_mm256_slli_epi32(code, 23), _mm256_or_si256(broken, sign));
+        __m256 value = _mm256_castsi256_ps(number);
+        if (mode == ADD) value = _mm256_add_ps(_mm256_loadu_ps(out + i), value);
+        if (mode == LEFT) value = _mm256_sub_ps(_mm256_loadu_ps(from + i), value);
+        _mm256_storeu_ps(out + i, value);
+    }
+#else
     for (int64_t i = 0; i < block; i += 8)
         for (int lane = 0; lane < 8; lane++) {
             uint32_t code = codes[i + lane], sign = (uint32_t)(signs[i / 8] >> lane) << 31;
             uint32_t number = code == 255 ? QUIET_NAN : code << 23;
             NAME(put)(out, from, i + lane, float_of(number | sign), mode);
         }
+#endif
 }
 
 /* -- a whole block ------------------------------------------------------------------------------ */
 
 /* Scale so that the largest magnitude maps to `top`; false where all codes are zero. */
-TARGET INLINE int NAME(scale)(const float *p, int64_t block, float top, float *inverse, float *scale) {
-    uint32_t most = NAME(largest)(p, block);
+INLINE int NAME(scale)(uint32_t most, float top, float *inverse, float *scale) {
     if (most >= INFINITE) {
         *scale = float_of(QUIET_NAN);
         return 0;
@@ -252,7 +289,7 @@ TARGET static void NAME(encode_block)(const Blocks *job, const float *p, int64_t
     } else if (job->form == NATURAL) {
         NAME(to_natural)(p, block, index, job->keys, codes);
         NAME(marks)(p, block, 1, side);
-    } else if (!NAME(scale)(p, block, job->top, &inverse, side)) {
+    } else if (!NAME(scale)(NAME(largest)(p, block), job->top, &inverse, side)) {
         memset(codes, 0, (size_t)job->code_bytes);
     } else if (job->form == E4M3) {
         NAME(to_fp8)(p, block, inverse, 3, 7, codes);
@@ -300,6 +337,25 @@ TARGET static void NAME(decode_block)(const Blocks *job, const uint8_t *codes, c
         NAME(decode_as)(job, codes, side, out, from, bytes, LEFT);
 }
 
+/* The common case in two passes: a full block of integers, to the nearest, with feedback. */
+TARGET static void NAME(encode_left)(const Blocks *job, const float *x, float *owed, uint8_t *codes, float *side,
+                                     float *sums, float *spare) {
+    const int64_t block = job->block;
+    float inverse;
+    uint32_t most = NAME(add_up)(x, owed, block, sums);
+    fetch(x + block, block);
+    fetch(owed + block, block);
+    uint8_t *bytes = job->form == INT8 ? codes : (uint8_t *)spare;
+    if (!NAME(scale)(most, job->top, &inverse, side)) {
+        memset(codes, 0, (size_t)job->code_bytes);
+        for (int64_t i = 0; i < block; i++) owed[i] = sums[i] - *side;
+        return;
+    }
+    NAME(nearest_left)(sums, block, inverse, *side, bytes, owed);
+    if (job->form == INT4) NAME(pack4)(bytes, block, codes);
+    if (job->form == INT2) NAME(pack2)(bytes, block, codes);
+}
+
 /* -- many blocks -------------------------------------------------------------------------------- */
 
 TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
@@ -311,6 +367,10 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
         const int64_t start = b * block, filled = job->n - start < block ? job->n - start : block;
         const float *x = job->x + start, *p = x;
         float *owed = job->owed ? job->owed + start : NULL;
+        if (owed && job->form <= INT2 && !job->flags && filled == block) {
+            NAME(encode_left)(job, x, owed, job->codes + b * job->code_bytes, (float *)job->side + b, sums, spare);
+            continue;
+        }
         if (owed) {
             for (int64_t i = 0; i < filled; i++) sums[i] = x[i] + owed[i];
             p = sums;
@@ -323,10 +383,8 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
             for (int64_t i = 0; i < block; i++) turned[i] = p[i] * job->signs[i];
             NAME(hadamard)(turned, block, job->norm);
         }
-        if (start + 2 * block <= job->n) { /* memory must not rest while this block is worked on */
-            fetch(x + block, block);
-            if (owed) fetch(owed + block, block);
-        }
+        fetch(x + block, block); /* memory must not rest while this block is worked on */
+        if (owed) fetch(owed + block, block);
         /* Only a full block's codes fit in their place. */
         const int cut = filled < block && !(job->flags & ROTATE);
         uint8_t *codes = cut ? last : job->codes + b * job->code_bytes;
@@ -363,6 +421,7 @@ TARGET static void NAME(decode_part)(void *argument, int part, int parts) {
         const uint8_t *codes = job->codes + b * job->code_bytes;
         const uint8_t *side = (const uint8_t *)job->side + b * job->side_bytes;
         float *out = job->out + start;
+        if (job->add) fetch(out + block, block);
         if (filled == block && !(job->flags & ROTATE)) {
             NAME(decode_block)(job, codes, side, out, NULL, bytes, mode);
             continue;

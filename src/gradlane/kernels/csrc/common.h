@@ -36,9 +36,9 @@ INLINE float float_of(uint32_t bits) {
     return number;
 }
 
-/* Ask for what is needed next. */
+/* Ask for what is needed next; beyond the end of memory this does nothing. */
 INLINE void fetch(const float *next, int64_t count) {
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(next + i);
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch((const char *)(uintptr_t)((uintptr_t)next + (uintptr_t)i * 4));
 }
 
 typedef struct {

@@ -63,7 +63,7 @@ typedef struct {
 
 #if X86
 #define NAME(name) name##_avx2
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,bmi,popcnt")))
 #define WIDE 1
 #include "blocks.h"
 #include "select.h"
@@ -71,7 +71,7 @@ typedef struct {
 #undef TARGET
 
 #define NAME(name) name##_avx512
-#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
+#define TARGET __attribute__((target("avx2,bmi,popcnt,avx512f,avx512bw,avx512dq,avx512vl")))
 #include "blocks.h"
 #include "select.h"
 #undef NAME

@@ -1,7 +1,7 @@
 /* Top-k: thresholds, selection, and its inverse. */
 
 /* The rank-th largest (from 1) of some bits, which are put in another order (Hoare's find). */
-static uint32_t ranked(uint32_t *bits, int64_t count, int64_t rank) {
+static uint32_t found_by_parting(uint32_t *bits, int64_t count, int64_t rank) {
     int64_t low = 0, high = count - 1, wanted = count - rank;
     while (low < high) {
         uint32_t pivot = bits[low + (high - low) / 2];
@@ -22,6 +22,20 @@ static uint32_t ranked(uint32_t *bits, int64_t count, int64_t rank) {
             break;
     }
     return bits[wanted];
+}
+
+/* The same for many: those that share the upper 11 bits with it are found by counting. */
+static uint32_t ranked(uint32_t *bits, int64_t count, int64_t rank) {
+    int32_t counts[2048] = {0};
+    int64_t bin = 2047, kept = 0;
+    if (count < 2048) return found_by_parting(bits, count, rank);
+    for (int64_t i = 0; i < count; i++) counts[bits[i] >> 20]++;
+    for (; counts[bin] < rank; bin--) rank -= counts[bin];
+    for (int64_t i = 0; i < count; i++) {
+        bits[kept] = bits[i];
+        kept += bits[i] >> 20 == (uint32_t)bin;
+    }
+    return found_by_parting(bits, kept, rank);
 }
 
 INLINE uint32_t magnitude_at(const float *x, const float *owed, int64_t place) {
