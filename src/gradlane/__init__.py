@@ -6,6 +6,14 @@ import torch.distributed.nn.functional
 
 from ._version import __version__
 from .attachment import Attachment
+from .codecs.base import Codec
+from .codecs.fp8 import Fp8
+from .codecs.natural import Natural
+from .codecs.randomk import RandomK
+from .codecs.raw import Raw
+from .codecs.sign import Sign
+from .codecs.topk import TopK
+from .codecs.uniform import Int2, Int4, Int8
 from .core.bucket import Bucket, Slot
 from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note
 from .core.events import Event, StepTimes, Timing
@@ -41,26 +49,36 @@ __all__ = [
     "Attachment",
     "Bucket",
     "Cast",
+    "Codec",
     "Event",
+    "Fp8",
     "GradlaneError",
+    "Int2",
+    "Int4",
+    "Int8",
     "InvalidValue",
     "JsonLines",
     "Mean",
     "Memory",
+    "Natural",
     "Noop",
     "Payload",
     "PeerFailed",
     "PeerLost",
+    "RandomK",
     "RanksDisagree",
+    "Raw",
     "Reduced",
     "Route",
     "Run",
+    "Sign",
     "Simulation",
     "Sink",
     "Slot",
     "StepTimes",
     "Strategy",
     "Timing",
+    "TopK",
     "Trace",
     "WeightedMean",
     "WrongState",

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "gradlane"
-PURE = [path for part in ("core", "strategies", "simulate") for path in (SOURCE / part).glob("*.py")]
+PURE = [
+    path
+    for part in ("core", "kernels", "codecs", "strategies", "simulate")
+    for path in (SOURCE / part).glob("*.py")
+]
 
 
 def imported(path):

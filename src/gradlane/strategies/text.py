@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 
+from ..codecs.fp8 import Fp8
+from ..codecs.natural import Natural
+from ..codecs.randomk import RandomK
+from ..codecs.raw import Raw
+from ..codecs.sign import Sign
+from ..codecs.topk import TopK
+from ..codecs.uniform import Int2, Int4, Int8
 from ..core.memory import Memory
 from ..core.strategy import Strategy, options
 from ..errors import InvalidValue, WrongType
@@ -21,6 +28,9 @@ from .weighted import WeightedMean
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part for part in (Mean, Noop, Cast, WeightedMean, After, Route)
+}
+CODECS: dict[str, Callable[..., Any]] = {
+    part.__name__: part for part in (Raw, Int8, Int4, Int2, Sign, Fp8, Natural, TopK, RandomK)
 }
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -40,7 +50,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> S
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidValue(f"{text!r} is not a strategy: {error}") from None
-    known = {**STRATEGIES, **(names or {})}
+    known = {**STRATEGIES, **CODECS, **(names or {})}
     strategy = _read(tree, known, text)
     if strategy is known.get(text.strip()):
         raise InvalidValue(f"{text!r} is a name only; write {text.strip()}()")

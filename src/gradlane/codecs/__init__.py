@@ -1,0 +1,1 @@
+"""Codecs: a gradient as a payload of bytes, and back."""

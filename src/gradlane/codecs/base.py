@@ -1,0 +1,158 @@
+"""What a codec is: a pure function from a gradient to a payload of fixed shapes, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.collectives import Payload
+from ..errors import InvalidValue, WrongType
+
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+OWED = (torch.float32, torch.bfloat16)
+
+
+class Codec(ABC):
+    """Gradient <-> payload. Make it a frozen dataclass of options: no state, comparable, with a text form.
+
+    Everything is a function of the input and the seed: the same bits on every rank, with any number of
+    threads, compiled or not. A NaN or Inf never comes out finite. Codecs compute in fp32; other widths are
+    converted on the way in and out. On ``meta`` tensors only the shapes are computed.
+    """
+
+    linear: ClassVar[bool] = False
+    """Payloads may be summed on the wire: all parts are float, and the sum decodes to the sum."""
+
+    @property
+    def granularity(self) -> int:
+        """A chunk that is encoded by itself must begin at a multiple of this."""
+        return 1
+
+    @abstractmethod
+    def layout(self, numel: int) -> Layout:
+        """Shapes and dtypes of the payload of ``numel`` elements: this is what goes over the wire."""
+
+    def encode(self, flat: Tensor, seed: int, out: Payload | None = None) -> Payload:
+        """The payload of ``flat``, which is left as it is. ``out``: tensors of the layout to write into."""
+        payload = self._room(flat, out)
+        if _holds_numbers(flat):
+            self._encode(_single(flat), seed, payload)
+        return payload
+
+    def decode(self, payload: Payload, out: Tensor, seed: int = 0) -> Tensor:
+        """What the payload stands for, written into ``out`` and returned."""
+        self._check(payload, out)
+        if _holds_numbers(out):
+            wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
+            self._decode(payload, wide, seed)
+            if wide is not out:
+                out.copy_(wide)
+        return out
+
+    def add_decoded(self, payload: Payload, into: Tensor, seed: int = 0) -> None:
+        """``into += decoded``, in one pass where the kernels are compiled."""
+        self._check(payload, into)
+        if not _holds_numbers(into):
+            return
+        if _is_single(into):
+            self._add_decoded(payload, into, seed)
+        else:
+            wide = torch.empty_like(_flat(into), dtype=torch.float32)
+            self._decode(payload, wide, seed)
+            into.add_(wide)
+
+    def encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, out: Payload | None = None) -> Payload:
+        """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
+        that of p, and ``owed`` becomes p less what the payload decodes to. ``gradient`` is left as it is.
+        """
+        payload = self._room(gradient, out)
+        if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
+            raise InvalidValue(
+                f"owed is {_told(owed)}; it must be float32 or bfloat16 and otherwise like the gradient, "
+                f"which is {_told(gradient)}"
+            )
+        if _holds_numbers(gradient):
+            wide = owed if _is_single(owed) else owed.to(torch.float32).contiguous()
+            self._encode_owed(_single(gradient), wide, seed, payload)
+            if wide is not owed:
+                owed.copy_(wide)
+        return payload
+
+    @abstractmethod
+    def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
+        """``flat`` is fp32, contiguous and not empty here and below."""
+
+    @abstractmethod
+    def _decode(self, payload: Payload, out: Tensor, seed: int) -> None: ...
+
+    def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
+        decoded = torch.empty_like(into)
+        self._decode(payload, decoded, seed)
+        into.add_(decoded)
+
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
+        owed.add_(gradient)
+        self._encode(owed, seed, payload)
+        decoded = torch.empty_like(owed)
+        self._decode(payload, decoded, seed)
+        owed.sub_(decoded)
+
+    def _room(self, flat: Tensor, out: Payload | None) -> Payload:
+        _checked(flat, type(self).__name__)
+        if out is None:
+            return tuple(
+                torch.empty(shape, dtype=dtype, device=flat.device)
+                for shape, dtype in self.layout(flat.numel())
+            )
+        self._check(out, flat)
+        return out
+
+    def _check(self, payload: Payload, flat: Tensor) -> None:
+        # The kernels write through bare pointers: a wrong shape must not get that far.
+        _checked(flat, type(self).__name__)
+        layout = self.layout(flat.numel())
+        fits = len(payload) == len(layout) and all(
+            part.shape == shape
+            and part.dtype == dtype
+            and part.device == flat.device
+            and part.is_contiguous()
+            for part, (shape, dtype) in zip(payload, layout, strict=False)
+        )
+        if not fits:
+            wanted = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in layout)
+            raise InvalidValue(
+                f"{type(self).__name__} of {flat.numel()} elements on {flat.device} has the payload "
+                f"({wanted}), got ({', '.join(_told(part) for part in payload)}); "
+                f"make it with layout({flat.numel()})"
+            )
+
+
+def _checked(flat: Tensor, codec: str) -> None:
+    if not isinstance(flat, Tensor) or not flat.is_floating_point() or flat.is_sparse:
+        told = _told(flat) if isinstance(flat, Tensor) else type(flat).__name__
+        raise WrongType(f"{codec} takes dense floating-point tensors, got {told}")
+    if flat.dim() != 1:
+        raise InvalidValue(f"{codec} takes flat tensors, got {_told(flat)}; pass flat.view(-1)")
+
+
+def _holds_numbers(flat: Tensor) -> bool:
+    return flat.device.type != "meta" and flat.numel() > 0
+
+
+def _is_single(flat: Tensor) -> bool:
+    return flat.dtype == torch.float32 and flat.is_contiguous()
+
+
+def _single(flat: Tensor) -> Tensor:
+    return flat.detach().to(torch.float32).contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,166 @@
+"""What codecs that work block by block have in common: pieces, padding, kernels, feedback."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..core.collectives import Payload
+from ..errors import InvalidValue
+from ..kernels.counter import Keys, keys_of
+from ..kernels.native import native_for
+from .base import Codec, Layout
+
+PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
+STEP, LARGEST = 32, 8192  # a block is a multiple of the first, and fits the kernels' buffers
+TINIEST = 2.0**-100
+"""A block whose largest magnitude is below this is sent as zeros: its inverse would overflow."""
+
+
+class Rows(NamedTuple):
+    """Some blocks, one per row; the last of all may be padded with zeros."""
+
+    values: Tensor
+    first: int
+    """Index of the first element in the whole."""
+    filled: int
+    """Elements of each row that are not padding."""
+
+
+class BlockCodec(Codec):
+    """Each block of ``block`` elements becomes codes of ``bits`` bits and one entry beside them.
+
+    A subclass says how in torch, row by row; ``form`` and ``flags`` name the same thing to the kernels.
+    """
+
+    form: ClassVar[int]
+    bits: ClassVar[int]
+    padded: bool = False
+    """The last block's padding is sent too."""
+    flags: int = 0
+    block: int
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    def layout(self, numel: int) -> Layout:
+        blocks = -(-numel // self.block)
+        coded = blocks * self.block if self.padded else numel
+        return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), torch.float32))
+
+    @abstractmethod
+    def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
+        """Codes (uint8) and what goes beside them, row by row."""
+
+    @abstractmethod
+    def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
+        """The values, row by row."""
+
+    def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
+        keys = keys_of(seed)
+        if library := native_for(flat):
+            library.encode_blocks(self.form, self.flags, flat, None, self.block, keys, payload[0], payload[1])
+            return
+        for start, stop, rows in self._pieces(flat.numel(), flat.device):
+            self._encode_piece(flat[start:stop], start, rows, keys, payload)
+
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
+        keys = keys_of(seed)
+        if library := native_for(owed):
+            library.encode_blocks(
+                self.form, self.flags, gradient, owed, self.block, keys, payload[0], payload[1]
+            )
+            return
+        for start, stop, rows in self._pieces(owed.numel(), owed.device):
+            piece = owed[start:stop].add_(gradient[start:stop])
+            self._encode_piece(piece, start, rows, keys, payload)
+            piece.sub_(self._decode_piece(payload, start, stop, rows, keys))
+
+    def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
+        keys = keys_of(seed)
+        if library := native_for(out):
+            library.decode_blocks(
+                self.form, self.flags, payload[0], payload[1], self.block, keys, out, add=False
+            )
+            return
+        for start, stop, rows in self._pieces(out.numel(), out.device):
+            out[start:stop] = self._decode_piece(payload, start, stop, rows, keys)
+
+    def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
+        keys = keys_of(seed)
+        if library := native_for(into):
+            library.decode_blocks(
+                self.form, self.flags, payload[0], payload[1], self.block, keys, into, add=True
+            )
+            return
+        for start, stop, rows in self._pieces(into.numel(), into.device):
+            into[start:stop].add_(self._decode_piece(payload, start, stop, rows, keys))
+
+    def _pieces(self, numel: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, rows): full blocks in pieces that fit the cache, then the last, if not full."""
+        whole = numel // self.block * self.block
+        size = max(1, PIECE // self.block) * self.block if device.type == "cpu" else max(1, whole)
+        for start in range(0, whole, size):
+            stop = min(start + size, whole)
+            yield start, stop, (stop - start) // self.block
+        if whole < numel:
+            yield whole, numel, 1
+
+    def _encode_piece(self, piece: Tensor, start: int, rows: int, keys: Keys, payload: Payload) -> None:
+        count = piece.numel() // rows
+        values = piece if count == self.block else pad(piece, (0, self.block - count))
+        found = self._encode_rows(Rows(values.view(rows, self.block), start, count), keys)
+        for part, whole in zip(found, payload, strict=True):
+            room = whole[start // self.block * part[0].numel() :][: part.numel()]
+            room.copy_(part.reshape(-1)[: room.numel()])
+
+    def _decode_piece(self, payload: Payload, start: int, stop: int, rows: int, keys: Keys) -> Tensor:
+        parts = []
+        for whole, width in zip(payload, self._widths(), strict=True):
+            part = whole[start // self.block * width :][: rows * width]
+            missing = rows * width - part.numel()
+            parts.append((pad(part, (0, missing)) if missing else part).view(rows, width))
+        return self._decode_rows(parts[0], parts[1], keys).view(-1)[: stop - start]
+
+    def _widths(self) -> tuple[int, int]:
+        """Entries of each part of the payload for one full block."""
+        codes, side = self.layout(self.block)
+        return codes[0][0], side[0][0]
+
+
+def check_block(codec: str, block: int, *, power_of_two: str = "") -> None:
+    """Refuse a block that the kernels could not work on; ``power_of_two`` says what needs one."""
+    if not isinstance(block, int) or block % STEP or not STEP <= block <= LARGEST:
+        raise InvalidValue(f"{codec} block={block!r}; use a multiple of {STEP} from {STEP} to {LARGEST}")
+    if power_of_two and block & (block - 1):
+        raise InvalidValue(
+            f"{codec} block={block}: {power_of_two} needs a power of two; use {1 << block.bit_length() - 1} "
+            f"or {1 << block.bit_length()}"
+        )
+
+
+def scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """For each block: what a code of 1 stands for, and its inverse, so that ``largest`` maps to ``top``.
+
+    A block with NaN or Inf has the scale NaN, one without anything to speak of the scale 0; both have the
+    inverse 0. Tensors are divided by tensors: torch replaces a division by a number on some devices.
+    """
+    limit = torch.finfo(torch.float32).max
+    usable = (largest >= TINIEST) & (largest <= limit)
+    safe = torch.where(usable, largest, 1.0)
+    tops = torch.full_like(safe, top)
+    otherwise = torch.where(largest < TINIEST, 0.0, torch.full_like(safe, torch.nan))
+    return torch.where(usable, safe / tops, otherwise), torch.where(usable, tops / safe, 0.0)
+
+
+def scaled(rows: Tensor, inverse: Tensor) -> Tensor:
+    """Rows times their inverses; plain zeros in a block whose scale tells all (0 or NaN)."""
+    codes = rows * inverse[:, None]
+    idle = inverse == 0
+    return codes.masked_fill_(idle[:, None], 0.0) if idle.any() else codes

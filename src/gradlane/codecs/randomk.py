@@ -1,0 +1,87 @@
+"""Elements at random places that all ranks know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.collectives import Payload
+from ..errors import InvalidValue
+from ..kernels.counter import draws, keys_of
+from ..kernels.native import native_for
+from .base import Codec, Layout
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """A ``ratio`` of the elements at places drawn from the seed, which must be the same on all ranks: no
+    indices travel, and payloads may be summed (Konecny and Richtarik, 2018; Vogels et al., 2019).
+
+    The gradient is cut into as many equal strata as there are draws, and one element (or ``run``
+    consecutive ones) is taken from each. With error feedback the values go as they are;
+    ``unbiased=True`` multiplies them by the size of their stratum, for use without.
+    """
+
+    linear: ClassVar[bool] = True
+    ratio: float = 0.01
+    run: int = 1
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise InvalidValue(f"RandomK ratio={self.ratio!r}; use a share above 0 and up to 1, such as 0.01")
+        if not isinstance(self.run, int) or self.run < 1:
+            raise InvalidValue(f"RandomK run={self.run!r}; use a whole number from 1 up")
+
+    def units(self, numel: int) -> int:
+        """How many runs are taken."""
+        return max(1, math.ceil(self.ratio * -(-numel // self.run))) if numel else 0
+
+    def layout(self, numel: int) -> Layout:
+        return (((self.units(numel) * self.run,), torch.float32),)
+
+    def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
+        keys, units = keys_of(seed), self.units(flat.numel())
+        if library := native_for(flat):
+            library.random_gather(flat, self.run, units, keys, self.unbiased, payload[0])
+            return
+        places, inside, sizes = self._places(flat, seed)
+        values = torch.where(inside, flat[places], 0.0)
+        if self.unbiased:
+            values.mul_(sizes[:, None])
+        payload[0].copy_(values.view(-1))
+
+    def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
+        self._scatter(payload, out.zero_(), seed, 1)
+
+    def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
+        self._scatter(payload, into, seed, 1)
+
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
+        owed.add_(gradient)
+        self._encode(owed, seed, payload)
+        self._scatter(payload, owed, seed, -1)
+
+    def _scatter(self, payload: Payload, into: Tensor, seed: int, sign: int) -> None:
+        if library := native_for(into):
+            units = self.units(into.numel())
+            library.random_scatter(payload[0], self.run, units, keys_of(seed), into, sign)
+            return
+        places, inside, _ = self._places(into, seed)
+        values = payload[0].view_as(places)[inside]
+        into[places[inside]] += values if sign > 0 else -values
+
+    def _places(self, flat: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For each run: the places, which of them exist (the last run may reach beyond the end), and
+        the size of its stratum."""
+        numel = flat.numel()
+        runs, units = -(-numel // self.run), self.units(numel)
+        bounds = torch.arange(units + 1, device=flat.device) * runs // units
+        sizes = bounds[1:] - bounds[:-1]
+        chosen = bounds[:-1] + (draws(0, units, keys_of(seed), flat.device) * sizes >> 32)
+        places = chosen[:, None] * self.run + torch.arange(self.run, device=flat.device)
+        return places.clamp(max=numel - 1), places < numel, sizes

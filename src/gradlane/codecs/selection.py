@@ -1,0 +1,80 @@
+"""Selection by threshold in plain torch, with the methods of the compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SPAN = 65_536
+"""Elements that a 16-bit place reaches."""
+NO_SIGN = 0x7FFF_FFFF
+INFINITE = 0x7F80_0000
+
+
+class Search(Protocol):
+    """Magnitudes are compared as the bits of their floats: these order NaN above Inf above all else."""
+
+    def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
+        """The bits of the rank-th largest magnitude (from 1) in a strided sample of flat + owed."""
+
+    def topk_exact(self, flat: Tensor, owed: Tensor | None, rank: int) -> int:
+        """The bits of the rank-th largest magnitude of flat + owed."""
+
+    def topk_select(
+        self, flat: Tensor | None, owed: Tensor | None, threshold: int, start: int,
+        values: Tensor, indices: Tensor, counts: Tensor,
+    ) -> int:  # fmt: skip
+        """Take what reaches the threshold; return how much there was, taken or not."""
+
+
+class PlainSearch:
+    def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
+        sample = flat[offset::stride]
+        return _ranked(sample if owed is None else sample + owed[offset::stride], rank)
+
+    def topk_exact(self, flat: Tensor, owed: Tensor | None, rank: int) -> int:
+        return _ranked(flat if owed is None else flat + owed, rank)
+
+    def topk_select(
+        self, flat: Tensor | None, owed: Tensor | None, threshold: int, start: int,
+        values: Tensor, indices: Tensor, counts: Tensor,
+    ) -> int:  # fmt: skip
+        if owed is None:
+            assert flat is not None
+            total = flat
+        else:
+            total = owed if flat is None else owed.add_(flat)
+        magnitudes = total.view(torch.int32) & NO_SIGN
+        places = (magnitudes >= threshold).nonzero().view(-1)
+        found, slots = places.numel(), values.numel()
+        broken = bool((magnitudes[places] >= INFINITE).any())
+        if found > slots:  # keep the first ones from ``start`` on, round the end
+            before = int(torch.searchsorted(places, start))
+            places = places.roll(-before)[:slots].sort().values
+        taken = total[places]
+        rounded = taken.to(values.dtype)
+        kept = places.numel()
+        values.zero_()[:kept] = rounded
+        indices.zero_()[:kept] = (places & 0xFFFF).to(torch.int16)
+        counts.copy_(torch.bincount(places >> 16, minlength=counts.numel()))
+        if owed is not None:
+            owed[places] = taken - rounded.to(torch.float32)
+        if broken:
+            values[0] = torch.nan
+        return found
+
+
+def scatter_selected(values: Tensor, indices: Tensor, counts: Tensor, into: Tensor) -> None:
+    """``into += values`` at their places."""
+    spans = torch.arange(0, counts.numel() * SPAN, SPAN, device=into.device)
+    bases = torch.repeat_interleave(spans, counts.to(torch.int64))
+    places = bases + (indices[: bases.numel()].to(torch.int64) & 0xFFFF)
+    into[places] += values[: bases.numel()].to(torch.float32)
+
+
+def _ranked(numbers: Tensor, rank: int) -> int:
+    """At least 1, so that zeros do not count."""
+    magnitudes = numbers.contiguous().view(torch.int32) & NO_SIGN
+    return max(1, int(torch.kthvalue(magnitudes, magnitudes.numel() - rank + 1).values))

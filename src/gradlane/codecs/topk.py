@@ -1,0 +1,98 @@
+"""The largest elements, found by a threshold from a sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core.collectives import Payload
+from ..errors import InvalidValue
+from ..kernels.counter import draw, keys_of
+from ..kernels.native import native_for
+from .base import Codec, Layout
+from .selection import SPAN, PlainSearch, Search, scatter_selected
+
+EXACT_BELOW = 4096
+"""With fewer elements the threshold is exact."""
+SAMPLE = 16_384
+"""The sample has at least as many elements and less than twice as many."""
+AIM = 15 / 16
+"""Share of the slots that the sample is asked for: a slot that stays empty costs less than one too few."""
+VALUES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """About the ``ratio`` largest magnitudes (Aji and Heafield, 2017; sampled as in Lin et al., 2018).
+
+    There are ceil(ratio * numel) slots. An element is taken where its magnitude reaches a threshold,
+    the quantile of a sample, in order from a place that the seed gives and round the end, until the
+    slots are full; slots that are left stay empty. If the sample misses by more than a factor of two, the
+    threshold is found exactly. Zeros are never taken. It needs error feedback.
+
+    Payload: values, places as 16 bits within spans of 65,536 elements, and a count for each span, all in
+    the order of the elements. Where NaN or Inf is found, the first value is NaN.
+    """
+
+    ratio: float = 0.01
+    value: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise InvalidValue(f"TopK ratio={self.ratio!r}; use a share above 0 and up to 1, such as 0.01")
+        if self.value not in VALUES:
+            raise InvalidValue(f"TopK value={self.value!r}; use one of {', '.join(VALUES)}")
+
+    def slots(self, numel: int) -> int:
+        return max(1, math.ceil(self.ratio * numel)) if numel else 0
+
+    def layout(self, numel: int) -> Layout:
+        slots = self.slots(numel)
+        return (
+            ((slots,), VALUES[self.value]),
+            ((slots,), torch.int16),
+            ((-(-numel // SPAN),), torch.int32),
+        )
+
+    def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
+        self._select(flat, None, seed, payload)
+
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
+        self._select(gradient, owed, seed, payload)
+
+    def _select(self, flat: Tensor, owed: Tensor | None, seed: int, payload: Payload) -> None:
+        keys, numel, slots = keys_of(seed), flat.numel(), payload[0].numel()
+        start = draw(0, keys) * numel >> 32
+        search: Search = native_for(flat) or PlainSearch()
+        if numel < EXACT_BELOW or slots == numel:
+            search.topk_select(flat, owed, search.topk_exact(flat, owed, slots), start, *payload)
+            return
+        stride = numel // SAMPLE or 1
+        offset = draw(1, keys) * stride >> 32
+        sample = -(-(numel - offset) // stride)
+        rank = min(sample, max(1, round(AIM * slots * sample / numel)))
+        threshold = search.topk_sampled(flat, owed, offset, stride, rank)
+        found = search.topk_select(flat, owed, threshold, start, *payload)
+        if found > 2 * slots or (2 * found < slots and threshold > 1):
+            if owed is None:
+                search.topk_select(flat, None, search.topk_exact(flat, None, slots), start, *payload)
+            else:  # owed is the sum by now, but for what was taken
+                self._put_back(payload, owed)
+                search.topk_select(None, owed, search.topk_exact(owed, None, slots), start, *payload)
+
+    def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
+        self._add_decoded(payload, out.zero_(), seed)
+
+    def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
+        values, indices, counts = payload
+        if library := native_for(into):
+            library.topk_scatter(values, indices, counts, into)
+        else:
+            scatter_selected(values, indices, counts, into)
+
+    def _put_back(self, payload: Payload, owed: Tensor) -> None:
+        self._add_decoded(payload, owed, 0)

@@ -1,0 +1,135 @@
+"""The functions of the C library as methods on tensors.
+
+Every tensor must be contiguous, on the CPU, and of the dtype and size that the codec's layout says;
+``Codec`` checks that before it comes here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_uint32, c_void_p
+
+from torch import Tensor
+
+from .counter import Keys
+
+ABI = 1  # the same number as in csrc/native.c; raise both with every change of a signature
+LEVELS = ("portable", "avx2", "avx512")
+
+_HOW = (c_int, c_int)  # level, threads
+_KEYS = (c_uint32, c_uint32)
+_FORM = (c_int, c_int)  # form, flags
+_SIZES = (c_int64, c_int64)  # elements and block, or slots and elements
+_SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "encode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
+    "decode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_int), None),
+    "topk_sampled": ((c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64), c_int64),
+    "topk_exact": ((c_void_p, c_void_p, c_int64, c_int64), c_int64),
+    "topk_select": (
+        (*_HOW, c_void_p, c_void_p, c_int64, c_uint32, *_SIZES, c_void_p, c_int, c_void_p, c_void_p),
+        c_int64,
+    ),
+    "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p), None),
+    "random_gather": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
+    "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
+}
+
+
+class Native:
+    """One library at one level of instructions; as many threads as torch uses."""
+
+    def __init__(self, library: ctypes.CDLL, level: str, threads: Callable[[], int]) -> None:
+        self.level = level
+        self._level = LEVELS.index(level)
+        self._threads = threads
+        self._call = {}
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = library[f"gradlane_{name}"]
+            function.argtypes, function.restype = arguments, result
+            self._call[name] = function
+
+    def encode_blocks(
+        self, form: int, flags: int, flat: Tensor, owed: Tensor | None, block: int, keys: Keys,
+        codes: Tensor, side: Tensor,
+    ) -> None:  # fmt: skip
+        """Encode block by block; with ``owed``, that of flat + owed, and owed takes what is left."""
+        self._call["encode_blocks"](
+            self._level, self._threads(), form, flags, flat.data_ptr(), _pointer(owed), flat.numel(), block,
+            *keys, codes.data_ptr(), side.data_ptr(),
+        )  # fmt: skip
+
+    def decode_blocks(
+        self,
+        form: int,
+        flags: int,
+        codes: Tensor,
+        side: Tensor,
+        block: int,
+        keys: Keys,
+        out: Tensor,
+        add: bool,
+    ) -> None:
+        self._call["decode_blocks"](
+            self._level, self._threads(), form, flags, codes.data_ptr(), side.data_ptr(), out.numel(), block,
+            *keys, out.data_ptr(), add,
+        )  # fmt: skip
+
+    def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
+        """The bits of the rank-th largest magnitude (from 1) in a strided sample of flat + owed."""
+        found = self._call["topk_sampled"](
+            flat.data_ptr(), _pointer(owed), flat.numel(), offset, stride, rank
+        )
+        return _or_no_memory(found)
+
+    def topk_exact(self, flat: Tensor, owed: Tensor | None, rank: int) -> int:
+        """The bits of the rank-th largest magnitude of flat + owed."""
+        return _or_no_memory(self._call["topk_exact"](flat.data_ptr(), _pointer(owed), flat.numel(), rank))
+
+    def topk_select(
+        self, flat: Tensor | None, owed: Tensor | None, threshold: int, start: int,
+        values: Tensor, indices: Tensor, counts: Tensor,
+    ) -> int:  # fmt: skip
+        """Take what reaches the threshold; return how much there was, taken or not.
+
+        With both, flat + owed is looked at and owed keeps what is left; with ``owed`` alone, it is the
+        sum already.
+        """
+        either = flat if flat is not None else owed
+        assert either is not None
+        found = self._call["topk_select"](
+            self._level, self._threads(), _pointer(flat), _pointer(owed), either.numel(), threshold, start,
+            values.numel(), values.data_ptr(), values.element_size() == 2, indices.data_ptr(),
+            counts.data_ptr(),
+        )  # fmt: skip
+        return _or_no_memory(found)
+
+    def topk_scatter(self, values: Tensor, indices: Tensor, counts: Tensor, into: Tensor) -> None:
+        self._call["topk_scatter"](
+            values.data_ptr(), values.element_size() == 2, indices.data_ptr(), counts.data_ptr(),
+            values.numel(), into.numel(), into.data_ptr(),
+        )  # fmt: skip
+
+    def random_gather(
+        self, flat: Tensor, run: int, units: int, keys: Keys, scaled: bool, values: Tensor
+    ) -> None:
+        self._call["random_gather"](
+            flat.data_ptr(), flat.numel(), run, units, *keys, scaled, values.data_ptr()
+        )
+
+    def random_scatter(
+        self, values: Tensor, run: int, units: int, keys: Keys, into: Tensor, sign: int
+    ) -> None:
+        self._call["random_scatter"](
+            values.data_ptr(), into.numel(), run, units, *keys, sign, into.data_ptr()
+        )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _or_no_memory(found: int) -> int:
+    if found < 0:
+        raise MemoryError("no memory for the selection of the largest elements")
+    return found

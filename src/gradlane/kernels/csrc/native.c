@@ -1,0 +1,138 @@
+/* The kernels of gradlane's codecs. Plain C on bare pointers, called without the interpreter's lock.
+
+   They give the same bits as the versions in torch, at every level of instructions and with any number of
+   threads: build with -ffp-contract=off and never with -ffast-math. blocks.h and select.h are compiled once
+   for each level; the caller says which to use. */
+
+#include "common.h"
+
+#define ABI 1 /* the same number as in kernels/calls.py */
+
+#if defined(__x86_64__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+#define ALIGNED __attribute__((aligned(64)))
+#define MOST_BLOCK 8192
+#define TINIEST 0x1p-100f /* a block without anything larger is sent as zeros */
+
+enum { INT8, INT4, INT2, SIGN, E4M3, E5M2, NATURAL };
+enum { STOCHASTIC = 1, ROTATE = 2 };
+enum { SET, ADD, LEFT }; /* out = value, out += value, out = from - value */
+
+/* Adding 1.5 * 2^23 leaves the nearest whole number, half to even, in the lowest bits. */
+#define WHOLE 12582912.0f
+
+typedef struct {
+    int form, flags, add;
+    const float *x;
+    float *owed, *out;
+    int64_t n, block, blocks, code_bytes, side_bytes;
+    Keys keys;
+    float top, norm;
+    const float *signs;
+    uint8_t *codes;
+    void *side;
+} Blocks;
+
+typedef struct {
+    int64_t count, room, wrapped; /* found; kept at most; kept before the end was passed */
+    uint32_t *places;
+    float *values;
+    int broken;
+} Found;
+
+typedef struct {
+    const float *x;
+    float *owed;
+    int64_t n, start;
+    uint32_t threshold;
+    int narrow;
+    Found *found;
+} Pick;
+
+#define NAME(name) name##_portable
+#define TARGET
+#define WIDE 0
+#include "blocks.h"
+#include "select.h"
+#undef NAME
+#undef TARGET
+#undef WIDE
+
+#if X86
+#define NAME(name) name##_avx2
+#define TARGET __attribute__((target("avx2,bmi,popcnt")))
+#define WIDE 1
+#include "blocks.h"
+#include "select.h"
+#undef NAME
+#undef TARGET
+
+#define NAME(name) name##_avx512
+#define TARGET __attribute__((target("avx2,bmi,popcnt,avx512f,avx512bw,avx512dq,avx512vl")))
+#include "blocks.h"
+#include "select.h"
+#undef NAME
+#undef TARGET
+#undef WIDE
+
+#define AT_LEVEL(level, name) ((level) == 2 ? name##_avx512 : (level) == 1 ? name##_avx2 : name##_portable)
+#else
+#define AT_LEVEL(level, name) ((void)(level), name##_portable)
+#endif
+
+EXPORT int gradlane_abi(void) { return ABI; }
+
+EXPORT int gradlane_best_level(void) {
+#if X86
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2")) return 0;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+               ? 2
+               : 1;
+#else
+    return 0;
+#endif
+}
+
+/* -- block codecs ------------------------------------------------------------------------------- */
+
+static void run_blocks(Work work, Blocks *job, int threads, float *signs) {
+    static const float tops[] = {127.0f, 7.0f, 1.0f, 0.0f, 448.0f, 57344.0f, 0.0f};
+    static const int bits[] = {8, 4, 2, 1, 8, 8, 8};
+    job->top = tops[job->form];
+    job->blocks = (job->n + job->block - 1) / job->block;
+    job->code_bytes = job->block * bits[job->form] / 8;
+    job->side_bytes = job->form == NATURAL ? job->block / 8 : (int64_t)sizeof(float);
+    if (job->flags & ROTATE) {
+        const Keys other = {job->keys.second, job->keys.first};
+        for (int64_t i = 0; i < job->block; i++) signs[i] = draw((uint32_t)i, other) >> 31 ? -1.0f : 1.0f;
+        job->signs = signs;
+        job->norm = (float)(1.0 / __builtin_sqrt((double)job->block));
+    }
+    spread(work, job, threads_for(job->n, threads));
+}
+
+EXPORT void gradlane_encode_blocks(int level, int threads, int form, int flags, const float *x, float *owed,
+                                   int64_t n, int64_t block, uint32_t first, uint32_t second, uint8_t *codes,
+                                   void *side) {
+    float signs[MOST_BLOCK];
+    Blocks job = {.form = form, .flags = flags, .x = x, .owed = owed, .n = n, .block = block,
+                  .keys = {first, second}, .codes = codes, .side = side};
+    run_blocks(AT_LEVEL(level, encode_part), &job, threads, signs);
+}
+
+EXPORT void gradlane_decode_blocks(int level, int threads, int form, int flags, const uint8_t *codes,
+                                   const void *side, int64_t n, int64_t block, uint32_t first, uint32_t second,
+                                   float *out, int add) {
+    float signs[MOST_BLOCK];
+    Blocks job = {.form = form, .flags = flags, .add = add, .out = out, .n = n, .block = block,
+                  .keys = {first, second}, .codes = (uint8_t *)codes, .side = (void *)side};
+    run_blocks(AT_LEVEL(level, decode_part), &job, threads, signs);
+}
+
+#include "topk.h"
+#include "randomk.h"

@@ -1,0 +1,43 @@
+/* Random-k: one run of elements from each stratum, at an offset drawn for it. */
+
+typedef struct {
+    int64_t whole, rest, units, excess, bound, size;
+    Keys keys;
+} Strata;
+
+/* Stratum j reaches from j * runs / units to (j + 1) * runs / units, followed without divisions. */
+static Strata strata_of(int64_t n, int64_t run, int64_t units, Keys keys) {
+    int64_t runs = (n + run - 1) / run;
+    return (Strata){runs / units, runs % units, units, 0, 0, 0, keys};
+}
+
+static int64_t next_run(Strata *strata, int64_t unit) {
+    strata->bound += strata->size;
+    strata->size = strata->whole;
+    strata->excess += strata->rest;
+    if (strata->excess >= strata->units) {
+        strata->excess -= strata->units;
+        strata->size++;
+    }
+    return strata->bound + (int64_t)((uint64_t)draw((uint32_t)unit, strata->keys) * (uint64_t)strata->size >> 32);
+}
+
+EXPORT void gradlane_random_gather(const float *x, int64_t n, int64_t run, int64_t units, uint32_t first,
+                                   uint32_t second, int scaled, float *values) {
+    Strata strata = strata_of(n, run, units, (Keys){first, second});
+    for (int64_t unit = 0; unit < units; unit++) {
+        int64_t place = next_run(&strata, unit) * run;
+        float scale = scaled ? (float)strata.size : 1.0f;
+        for (int64_t i = 0; i < run; i++) *values++ = place + i < n ? x[place + i] * scale : 0.0f;
+    }
+}
+
+EXPORT void gradlane_random_scatter(const float *values, int64_t n, int64_t run, int64_t units, uint32_t first,
+                                    uint32_t second, int sign, float *out) {
+    Strata strata = strata_of(n, run, units, (Keys){first, second});
+    for (int64_t unit = 0; unit < units; unit++, values += run) {
+        int64_t place = next_run(&strata, unit) * run;
+        for (int64_t i = 0; i < run && place + i < n; i++)
+            out[place + i] = sign > 0 ? out[place + i] + values[i] : out[place + i] - values[i];
+    }
+}

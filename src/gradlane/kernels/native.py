@@ -1,0 +1,79 @@
+"""The compiled kernels: found and loaded on first use, called on data pointers without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue
+from .calls import ABI, LEVELS, Native
+
+VARIABLE = "GRADLANE_KERNELS"
+CHOICES = ("torch", *LEVELS)
+SHOWN = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
+
+
+def native() -> Native | None:
+    """The compiled kernels, or None where plain torch does their work.
+
+    The environment variable GRADLANE_KERNELS chooses: torch, portable, avx2 or avx512; by default the
+    best that the processor has.
+    """
+    return _loaded(os.environ.get(VARIABLE, ""))[0]
+
+
+def native_for(tensor: Tensor) -> Native | None:
+    """The compiled kernels if they can work on this tensor."""
+    return native() if tensor.device.type == "cpu" else None
+
+
+def kernels_in_use() -> str:
+    """Which kernels run: ``C, AVX2``, or ``torch (no compiled kernels: REASON)``."""
+    library, reason = _loaded(os.environ.get(VARIABLE, ""))
+    return f"C, {SHOWN[library.level]}" if library else f"torch (no compiled kernels: {reason})"
+
+
+def levels() -> tuple[str, ...]:
+    """The instruction sets that can be chosen on this machine, plainest first; empty without a library."""
+    library, _ = _library()
+    return LEVELS[: library.gradlane_best_level() + 1] if library else ()
+
+
+@lru_cache(maxsize=16)
+def _loaded(choice: str) -> tuple[Native | None, str]:
+    if choice and choice not in CHOICES:
+        raise InvalidValue(
+            f"{VARIABLE}={choice!r} is not known; use one of {', '.join(CHOICES)}, or unset it"
+        )
+    if choice == "torch":
+        return None, f"{VARIABLE}=torch"
+    library, reason = _library()
+    if library is None:
+        return None, reason
+    best = LEVELS[library.gradlane_best_level()]
+    if choice and LEVELS.index(choice) > LEVELS.index(best):
+        raise InvalidValue(f"{VARIABLE}={choice} is more than this processor has; it goes up to {best}")
+    return Native(library, choice or best, torch.get_num_threads), ""
+
+
+@lru_cache(maxsize=1)
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    here = Path(__file__).parent
+    path = next((here / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES
+                 if (here / f"_native{suffix}").exists()), None)  # fmt: skip
+    if path is None:
+        return None, "not built; install with a C compiler present"
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.gradlane_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"{path.name} cannot be loaded: {error}"
+    if version != ABI:
+        return None, f"{path.name} was built from another version; install again"
+    return library, ""

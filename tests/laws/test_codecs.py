@@ -1,0 +1,264 @@
+"""What every codec obeys, over the one list of all codecs."""
+
+import math
+
+import pytest
+import torch
+
+import gradlane as gl
+
+from ..codecs import CODECS, CONTRACTIONS, NEAREST, UNBIASED, gaussian
+
+everyone = pytest.mark.parametrize("name", CODECS)
+SIZES = (0, 1, 2, 7, 31, 32, 33, 100, 511, 512, 513, 1025, 4095, 4096, 70_001)
+
+
+def decoded(codec, payload, numel, seed=0, dtype=torch.float32):
+    return codec.decode(payload, torch.full((numel,), 7.0, dtype=dtype), seed)
+
+
+def relative_error(codec, x, seed=0):
+    out = decoded(codec, codec.encode(x, seed), x.numel(), seed)
+    return float((x - out).double().square().sum() / x.double().square().sum())
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@everyone
+@pytest.mark.parametrize("numel", SIZES)
+def test_the_layout_is_what_is_made(name, numel):
+    codec = CODECS[name]
+    payload = codec.encode(gaussian(numel), 3)
+    assert tuple((tuple(part.shape), part.dtype) for part in payload) == codec.layout(numel)
+    room = tuple(torch.full_like(part, 1) for part in payload)
+    assert codec.encode(gaussian(numel), 3, out=room) is room
+    assert same(room, payload)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("raw", lambda n: 4 * n),
+        ("int8", lambda n: n + 4 * math.ceil(n / 512)),
+        ("int4", lambda n: math.ceil(n / 2) + 4 * math.ceil(n / 256)),
+        ("int2", lambda n: math.ceil(n / 4) + 4 * math.ceil(n / 128)),
+        ("int8 rotated", lambda n: 516 * math.ceil(n / 512)),
+        ("sign", lambda n: math.ceil(n / 8) + 4 * math.ceil(n / 1024)),
+        ("fp8 e4m3", lambda n: n + 4 * math.ceil(n / 256)),
+        ("natural", lambda n: n + math.ceil(n / 8)),
+        ("topk", lambda n: 6 * math.ceil(0.01 * n) + 4 * math.ceil(n / 65536)),
+        ("topk bfloat16", lambda n: 4 * math.ceil(0.05 * n) + 4 * math.ceil(n / 65536)),
+        ("randomk", lambda n: 4 * math.ceil(0.01 * n)),
+    ],
+)
+@pytest.mark.parametrize("numel", SIZES)
+def test_bytes_in_closed_form(name, size, numel):
+    layout = CODECS[name].layout(numel)
+    assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) == size(numel)
+
+
+def test_one_bit_is_over_thirty_times_smaller():
+    layout = gl.Sign().layout(1 << 20)
+    assert (4 << 20) / sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) > 30
+
+
+@everyone
+@pytest.mark.parametrize("numel", [1, 33, 5000])
+def test_zeros_give_zeros(name, numel):
+    codec = CODECS[name]
+    owed = torch.zeros(numel)
+    payload = codec.encode_owed(torch.zeros(numel), owed, 1)
+    assert decoded(codec, payload, numel, 1).count_nonzero() == 0
+    assert owed.count_nonzero() == 0
+
+
+@everyone
+@pytest.mark.parametrize("numel", [33, 5000, 140_000])
+def test_the_same_again_and_the_input_is_left_alone(name, numel):
+    codec, x = CODECS[name], gaussian(numel)
+    before = x.clone()
+    assert same(codec.encode(x, 9), codec.encode(x, 9))
+    owed = torch.zeros(numel)
+    assert same(codec.encode_owed(x, owed, 9), codec.encode(x, 9))
+    assert torch.equal(x, before)
+
+
+@everyone
+def test_another_seed_draws_other_numbers(name):
+    codec, x = CODECS[name], gaussian(5000)
+    by_chance = any(word in name for word in ("stochastic", "rotated", "natural", "random"))
+    assert same(codec.encode(x, 1), codec.encode(x, 2)) <= (not by_chance)
+
+
+@everyone
+@pytest.mark.parametrize("numel", [1, 33, 5000, 70_001])
+def test_adding_is_decoding_and_adding(name, numel):
+    codec, x = CODECS[name], gaussian(numel)
+    payload = codec.encode(x, 4)
+    into = gaussian(numel, 1)
+    expected = into + decoded(codec, payload, numel, 4)
+    codec.add_decoded(payload, into, 4)
+    assert torch.equal(into, expected)
+
+
+EXACT = ("raw", "int8", "int4", "int4 block 96", "int2", "fp8 e4m3", "fp8 e5m2", "natural", "topk",
+         "topk bfloat16", "topk all", "randomk", "randomk runs")  # fmt: skip
+"""Decoded is 0 or within a factor of two of p: then the difference is exact (Sterbenz)."""
+
+
+@everyone
+@pytest.mark.parametrize("numel", [1, 33, 5000, 70_001])
+def test_nothing_is_lost_with_feedback(name, numel):
+    """What is owed and what was sent add up to gradient + owed: exactly where Sterbenz' lemma holds,
+    else within one unit in the last place of the larger of the two."""
+    codec, x, owed = CODECS[name], gaussian(numel), gaussian(numel, 1) * 0.3
+    p = x + owed
+    payload = codec.encode_owed(x, owed, 6)
+    assert same(payload, codec.encode(p, 6))
+    sent = decoded(codec, payload, numel, 6)
+    assert torch.equal(owed, p - sent)
+    if name in EXACT:
+        assert torch.equal(owed + sent, p)
+    unit = torch.maximum(p.abs(), sent.abs()) * 2.0**-23
+    assert ((owed.double() + sent.double() - p.double()).abs() <= unit).all()
+
+
+@everyone
+@pytest.mark.parametrize("width", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_every_dtype(name, width, kept):
+    codec, x = CODECS[name], gaussian(3000, dtype=width)
+    payload = codec.encode(x, 2)
+    assert same(payload, codec.encode(x.float(), 2))
+    exact = decoded(codec, payload, 3000, 2)
+    out = decoded(codec, payload, 3000, 2, dtype=width)
+    assert out.dtype == width
+    assert torch.equal(out, exact.to(width))
+    into = gaussian(3000, 1, dtype=width)
+    expected = into.double() + exact.double()
+    codec.add_decoded(payload, into, 2)
+    torch.testing.assert_close(into, expected.to(width))
+    owed = torch.zeros(3000, dtype=kept)
+    assert same(codec.encode_owed(x, owed, 2), payload)
+    assert torch.equal(owed, (x.float() - exact).to(kept))
+
+
+@everyone
+@pytest.mark.parametrize("numel", [0, 1, 5000])
+def test_meta_tensors_have_shapes_only(name, numel):
+    codec, x = CODECS[name], torch.empty(numel, device="meta")
+    payload = codec.encode_owed(x, torch.empty(numel, device="meta"), 1)
+    assert all(part.device.type == "meta" for part in payload)
+    assert tuple((tuple(part.shape), part.dtype) for part in payload) == codec.layout(numel)
+    codec.add_decoded(payload, x)
+    assert codec.decode(codec.encode(x, 1), x) is x
+
+
+@everyone
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("numel", [1, 40, 5000, 70_001])
+def test_what_is_not_finite_never_comes_out_finite(name, bad, numel):
+    codec = CODECS[name]
+    for place in {0, numel // 2, numel - 1}:
+        x = gaussian(numel)
+        x[place] = bad
+        out = decoded(codec, codec.encode(x, 8), numel, 8)
+        if name.startswith("randomk"):  # it comes out when it is drawn, and never as a number
+            taken = decoded(codec, codec.encode(torch.ones(numel), 8), numel, 8) != 0
+            assert not taken[place] or not out[place].isfinite()
+        else:
+            assert not out.isfinite().all()
+
+
+@everyone
+@pytest.mark.parametrize("scale", [1e-45, 1e-41, 1.2e-38, 1e-36, 1e-31, 1e-30, 1e30, 1e35])
+def test_very_small_and_very_large_numbers(name, scale):
+    codec, x = CODECS[name], gaussian(600).clamp(-3, 3) * scale
+    out = decoded(codec, codec.encode(x, 8), 600, 8)
+    assert out.isfinite().all()
+    assert out.abs().max() <= x.abs().max() * (25 if "random" in name or "rotated" in name else 2.1)
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_chunks_encode_to_parts_of_the_whole(name):
+    codec, x = CODECS[name], gaussian(5 * 1024 + 77)
+    cut = 3 * codec.granularity
+    parts = (codec.encode(x[:cut], 5), codec.encode(x[cut:], 5))
+    assert same([torch.cat(pair) for pair in zip(*parts, strict=True)], codec.encode(x, 5))
+
+
+@everyone
+def test_any_chunk_decodes_by_itself(name):
+    codec, x = CODECS[name], gaussian(5000)
+    cut = 2 * codec.granularity
+    for part in (x[:cut], x[cut:]):
+        out = decoded(codec, codec.encode(part, 5), part.numel(), 5)
+        error = (part - out).square().sum() / part.square().sum()
+        assert error <= 1.5 * CONTRACTIONS.get(name, 20)  # small parts scatter
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_unbiased(name):
+    """The mean over seeds is the input: a z-test for each element, and for all together."""
+    codec, x, times = CODECS[name], gaussian(512), 4000
+    outs = torch.stack([decoded(codec, codec.encode(x, seed), 512, seed) for seed in range(times)]).double()
+    off, spread = outs.mean(0) - x.double(), outs.std(0)
+    usual = spread > 0.1 * spread.max()  # the others are next to a level: rare events, no bell curve
+    assert usual.sum() > 200
+    assert (off.abs() <= 5 * spread / times**0.5 + 5e-3 * spread.max()).all()
+    scores = off[usual] / spread[usual] * times**0.5
+    assert abs(scores.sum()) < 4 * len(scores) ** 0.5
+    assert 0.85 < scores.std() < 1.15
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+def test_contraction(name):
+    codec = CODECS[name]
+    assert relative_error(codec, gaussian(200_000)) <= CONTRACTIONS[name]
+    outliers = gaussian(200_000, 1).pow(3)
+    assert relative_error(codec, outliers) < 1 or CONTRACTIONS[name] == 0
+
+
+@pytest.mark.parametrize(
+    ("codec", "error"),
+    [
+        (gl.Int8(block=512), 5.5e-5),
+        (gl.Int4(block=128), 1.4e-2),
+        (gl.Int8(block=512, rounding="stochastic"), 11e-5),
+        (gl.Int4(block=128, rounding="stochastic"), 2.8e-2),
+        (gl.Int8(block=512, rotate=True), 5.5e-5),
+        (gl.Sign(), 1 - 2 / math.pi),
+    ],
+    ids=gl.describe,
+)
+def test_errors_on_gaussian_data(codec, error):
+    assert relative_error(codec, gaussian(1 << 20)) == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.linear])
+def test_sums_of_payloads_decode_to_the_sum(name):
+    codec, x, y = CODECS[name], gaussian(5000).round(decimals=2), gaussian(5000, 1)
+    both = tuple(a + b for a, b in zip(codec.encode(x, 3), codec.encode(y, 3), strict=True))
+    assert all(part.is_floating_point() for part in both)
+    apart = decoded(codec, codec.encode(x, 3), 5000, 3) + decoded(codec, codec.encode(y, 3), 5000, 3)
+    assert torch.equal(decoded(codec, both, 5000, 3), apart)
+
+
+@everyone
+def test_text_form(name):
+    codec = CODECS[name]
+    text = gl.describe(codec)
+    with pytest.raises(gl.InvalidValue, match="not as a strategy"):
+        gl.parse(text)
+
+    class Carrier(gl.Strategy):
+        def __init__(self, codec):
+            self.codec = codec
+
+        async def reduce(self, bucket):
+            raise NotImplementedError
+
+    assert gl.parse(f"Carrier({text})", names={"Carrier": Carrier}).codec == codec
+    assert hash(codec) == hash(eval(repr(codec), vars(gl).copy()))
