@@ -79,8 +79,23 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "gathered bf16": lambda: gl.Cast(GatheredMean(), torch.bfloat16),
     "sharded": ShardedMean,
     "node first": NodeFirst,
+    "int8": lambda: gl.Gathered(gl.Int8()),
+    "int8 sharded": lambda: gl.Sharded(gl.Int8(block=32)),
+    "int4 stochastic rotated": lambda: gl.Sharded(gl.Int4(block=32, rounding="stochastic", rotate=True)),
+    "int4 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))),
+    "int2 feedback bf16": lambda: gl.ErrorFeedback(gl.Gathered(gl.Int2(block=32)), torch.bfloat16),
+    "1-bit": lambda: gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32), server_feedback=True)),
+    "fp8": lambda: gl.Sharded(gl.Fp8(block=32)),
+    "natural": lambda: gl.Gathered(gl.Natural()),
+    "top-k": lambda: gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))),
+    "top-k sharded": lambda: gl.ErrorFeedback(gl.Sharded(gl.TopK(0.1))),
+    "random-k": lambda: gl.ErrorFeedback(gl.Summed(gl.RandomK(0.1))),
+    "raw summed": lambda: gl.Summed(gl.Raw()),
+    "raw sharded": lambda: gl.Sharded(gl.Raw()),
+    "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
 }
 """``Noop`` is not among them: it is the one strategy that leaves replicas different."""
 
-MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first")
+MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first", "raw summed",
+         "raw sharded")  # fmt: skip
 """Those that aim at the plain mean."""

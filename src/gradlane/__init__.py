@@ -35,6 +35,8 @@ from .report.sink import Run, Sink
 from .simulate.dryrun import Trace, dry_run
 from .simulate.ranks import Simulation
 from .strategies.cast import Cast
+from .strategies.exchange import Gathered, Sharded, Summed
+from .strategies.feedback import ErrorFeedback
 from .strategies.function import strategy_from
 from .strategies.mean import Mean, Noop
 from .strategies.route import Route
@@ -50,8 +52,10 @@ __all__ = [
     "Bucket",
     "Cast",
     "Codec",
+    "ErrorFeedback",
     "Event",
     "Fp8",
+    "Gathered",
     "GradlaneError",
     "Int2",
     "Int4",
@@ -71,12 +75,14 @@ __all__ = [
     "Reduced",
     "Route",
     "Run",
+    "Sharded",
     "Sign",
     "Simulation",
     "Sink",
     "Slot",
     "StepTimes",
     "Strategy",
+    "Summed",
     "Timing",
     "TopK",
     "Trace",

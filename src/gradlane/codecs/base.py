@@ -81,6 +81,18 @@ class Codec(ABC):
                 owed.copy_(wide)
         return payload
 
+    def scale(self, payload: Payload, factor: float) -> bool:
+        """Make the payload stand for ``factor`` times as much, at the cost of its scales or values alone.
+
+        False where it cannot, as without any fp32 part: then it is left as it is.
+        """
+        floats = [part for part in payload if part.is_floating_point()]
+        if not floats or any(part.dtype != torch.float32 for part in floats):
+            return False
+        for part in floats:
+            part.mul_(factor)
+        return True
+
     @abstractmethod
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         """``flat`` is fp32, contiguous and not empty here and below."""

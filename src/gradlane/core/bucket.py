@@ -45,6 +45,9 @@ class Bucket:
     """This rank ran out of data (``DDP.join``): it takes part, with a gradient of zeros."""
     feedback: bool = False
     """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
+    owed: Tensor | None = None
+    """What this rank still owes of earlier steps, flat like the gradient. Only a strategy that ``settles``
+    gets it: it adds it to the gradient and leaves in it what is owed then."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """How many ranks a mean divides by, for each scope; a scope that is missing counts the world."""
     scratch: Scratch | None = field(default=None, repr=False, compare=False)
@@ -87,13 +90,15 @@ class Bucket:
         place = self.layout[0].name if self.layout else ""
         return self.scratch.get((place, use), numel, dtype, self.flat.device)
 
-    def seed(self, salt: int, *, shared: bool) -> int:
-        """A seed for this place and no other: equal on all ranks if ``shared``, else this rank's own.
+    def seed(self, salt: int, *, shared: bool, rank: int | None = None) -> int:
+        """A seed for this place and no other: equal on all ranks if ``shared``, else this rank's own
+        (or that of ``rank``, for reading what it has sent).
 
         A function of (salt, step, parameters, rank), so there is no generator state to save and a
         resumed run draws what the uninterrupted one would have drawn.
         """
-        where = f"{salt}/{self.step}/{'' if shared else self.rank}/{layout_digest(self.layout)}"
+        whose = "" if shared else self.rank if rank is None else rank
+        where = f"{salt}/{self.step}/{whose}/{layout_digest(self.layout)}"
         return int.from_bytes(blake2b(where.encode(), digest_size=8).digest(), "little") >> 1
 
     def with_flat(self, flat: Tensor) -> Bucket:

@@ -91,7 +91,10 @@ async def all_reduce(tensor: Tensor, *, op: Op = "mean", over: Scope = "world") 
 
 
 async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload]:
-    """Every rank's payload, in rank order. Shapes and dtypes must be the same on every rank."""
+    """Every rank's payload, in rank order. Shapes and dtypes must be the same on every rank.
+
+    The answer is yours to overwrite; this rank's own part in it is what was given.
+    """
     return cast(
         "list[Payload]",
         await Request("all_gather", (_payload(payload, "all_gather"),), None, _scope(over)),

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,6 +35,9 @@ class Strategy(ABC):
 
     Make it a dataclass. A field that has a ``state_dict`` is state, every other field is an option.
     """
+
+    settles: ClassVar[bool] = False
+    """Whether it takes ``bucket.owed`` into account by itself, in the same pass as its own work."""
 
     @abstractmethod
     async def reduce(self, bucket: Bucket) -> Reduced:

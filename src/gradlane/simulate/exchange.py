@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.bucket import Bucket
-from ..core.collectives import Request
+from ..core.collectives import Payload, Request
 from ..errors import InvalidValue, RanksDisagree
 
 
@@ -19,13 +19,23 @@ def exchange(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[obj
         return list(_all_reduce(requests, buckets))
     if first.kind == "all_gather":
         gathered = [request.payloads[0] for request in requests]
-        return [list(gathered) for _ in requests]
+        return [
+            [_received(p, own=rank == me) for rank, p in enumerate(gathered)] for me in range(len(requests))
+        ]
     if len(first.payloads) != len(requests):
         raise InvalidValue(
             f"all_to_all over {first.over} needs one payload for each of {len(requests)} ranks, "
             f"got {len(first.payloads)}"
         )
-    return [[request.payloads[me] for request in requests] for me in range(len(requests))]
+    return [
+        [_received(request.payloads[me], own=rank == me) for rank, request in enumerate(requests)]
+        for me in range(len(requests))
+    ]
+
+
+def _received(payload: Payload, own: bool) -> Payload:
+    """A rank gets copies of the others' and its own as it is, as on a network."""
+    return payload if own else tuple(part.clone() for part in payload)
 
 
 def _all_reduce(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[Tensor]:

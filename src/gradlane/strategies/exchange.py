@@ -1,0 +1,213 @@
+"""Three ways to carry encoded gradients: summed on the wire, gathered by all, or reduced shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Codec
+from ..core.bucket import Bucket, layout_digest
+from ..core.collectives import Payload, all_gather, all_reduce, all_to_all
+from ..core.memory import Memory
+from ..core.strategy import Reduced, Strategy
+from ..errors import InvalidValue, WrongType
+
+SALT = 0x5EED  # of the seeds; a second encoding has the next
+Sent = Callable[[], Tensor]
+
+
+@dataclass
+class Summed(Strategy):
+    """Payloads of a linear codec, summed by an all-reduce."""
+
+    codec: Codec
+    settles: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        name = _checked(self.codec, "Summed")
+        if not self.codec.linear:
+            raise InvalidValue(
+                f"payloads of {name} cannot be summed on the wire; "
+                f"write Sharded({name}()) or Gathered({name}())"
+            )
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        codec, seed = self.codec, bucket.seed(SALT, shared=True)
+        _refuse_sparse(bucket, "Summed")
+        payload = _encoded(codec, bucket, bucket.flat, bucket.owed, seed, "summed")
+        kept = _kept(bucket, [payload], seed)
+        total = tuple([await all_reduce(part, op="mean") for part in payload])
+        mean = codec.decode(total, bucket.flat, seed)
+        return Reduced(mean, _sent(codec, mean, mean.numel(), kept))
+
+
+@dataclass
+class Gathered(Strategy):
+    """Every rank's payload to every rank, which decodes them all: n - 1 payloads sent by each."""
+
+    codec: Codec
+    settles: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _checked(self.codec, "Gathered")
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        codec, seed = self.codec, bucket.seed(SALT, shared=False)
+        _refuse_sparse(bucket, "Gathered")
+        payload = _encoded(codec, bucket, bucket.flat, bucket.owed, seed, "gathered")
+        kept = _kept(bucket, [payload], seed)
+        everyone = await all_gather(payload)
+        seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
+        mean = _mean(codec, bucket, everyone, seeds, bucket.flat)
+        return Reduced(mean, _sent(codec, mean, mean.numel(), kept))
+
+
+@dataclass
+class Sharded(Strategy):
+    """Each rank reduces a shard: all-to-all, decode and add in fp32, encode once, all-gather.
+
+    Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. With two ranks it is
+    ``Gathered``: the same bytes in one exchange, and one loss instead of two. ``server_feedback`` keeps
+    what the second encoding loses of this rank's shard and adds it in the next step (Tang et al., 2019,
+    "DoubleSqueeze").
+    """
+
+    codec: Codec
+    server_feedback: bool = False
+    server: Memory | None = None
+    settles: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _checked(self.codec, "Sharded")
+        if self.server is None:
+            self.server = Memory(torch.float32)
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        if bucket.world <= 2:
+            return await Gathered(self.codec).reduce(bucket)
+        _refuse_sparse(bucket, "Sharded")
+        codec, seed = self.codec, bucket.seed(SALT, shared=False)
+        size = shard_size(bucket.flat.numel(), bucket.world, codec.granularity)
+        shards = _cut(bucket.flat, size, bucket.world)
+        owed = [None] * bucket.world if bucket.owed is None else _cut(bucket.owed, size, bucket.world)
+        payloads = [
+            _encoded(codec, bucket, shard, debt, seed + place, f"shard {place}")
+            for place, (shard, debt) in enumerate(zip(shards, owed, strict=True))
+        ]
+        kept = _kept(bucket, payloads, seed)
+        received = await all_to_all(payloads)
+        mine = self._reduced(bucket, received, size, shards[bucket.rank].numel())
+        everyone = await all_gather(mine)
+        for place, (shard, payload) in enumerate(zip(shards, everyone, strict=True)):
+            self._read(bucket, payload, shard, size, bucket.seed(SALT + 1, shared=False, rank=place))
+        return Reduced(bucket.flat, _sent(codec, bucket.flat, size, kept))
+
+    def _reduced(self, bucket: Bucket, received: Sequence[Payload], size: int, filled: int) -> Payload:
+        """The mean of this rank's shard, encoded again. Shards are as long as the longest on the wire."""
+        total = bucket.empty("shard sum", size, torch.float32)
+        total[filled:].zero_()
+        seeds = [bucket.seed(SALT, shared=False, rank=rank) + bucket.rank for rank in range(bucket.world)]
+        _mean(self.codec, bucket, received, seeds, total[:filled])
+        seed = bucket.seed(SALT + 1, shared=False)
+        debt = self._owed_by_server(bucket, total) if self.server_feedback else None
+        return _encoded(self.codec, bucket, total, debt, seed, "shard mean")
+
+    def _owed_by_server(self, bucket: Bucket, total: Tensor) -> Tensor:
+        """Of this rank's shard alone. DDP's new buckets, after its first step, are new shards: from 0 on."""
+        assert self.server is not None
+        name = f"shard {bucket.rank} of {bucket.world}, {layout_digest(bucket.layout)}"
+        kept = self.server.get(name)
+        if kept is None or kept.shape != total.shape:
+            kept = torch.zeros_like(total)
+            self.server.put(name, kept)
+        return kept
+
+    def _read(self, bucket: Bucket, payload: Payload, shard: Tensor, size: int, seed: int) -> None:
+        if shard.numel() == size:
+            self.codec.decode(payload, shard, seed)
+        else:  # the last shards may be shorter, or empty
+            whole = bucket.empty("shard sum", size, torch.float32)
+            shard.copy_(self.codec.decode(payload, whole, seed)[: shard.numel()])
+
+
+def shard_size(numel: int, world: int, granularity: int) -> int:
+    """Elements of a shard: equal parts, rounded up to whole blocks."""
+    part = -(-numel // world)
+    return -(-part // granularity) * granularity
+
+
+def _cut(flat: Tensor, size: int, world: int) -> list[Tensor]:
+    numel = flat.numel()
+    return [flat[min(rank * size, numel) : min((rank + 1) * size, numel)] for rank in range(world)]
+
+
+def _encoded(codec: Codec, bucket: Bucket, flat: Tensor, owed: Tensor | None, seed: int, use: str) -> Payload:
+    out = tuple(
+        bucket.empty(f"{use} {number}", torch.Size(shape).numel(), dtype).view(shape)
+        for number, (shape, dtype) in enumerate(codec.layout(flat.numel()))
+    )
+    if owed is None:
+        return codec.encode(flat, seed, out)
+    return codec.encode_owed(flat, owed, seed, out)
+
+
+def _mean(
+    codec: Codec, bucket: Bucket, payloads: Sequence[Payload], seeds: Sequence[int], out: Tensor
+) -> Tensor:
+    """In rank order, so all ranks add up the same bits. Consumes the payloads."""
+    divisor = bucket.divisor()
+    total = out if out.dtype == torch.float32 else bucket.empty("wide sum", out.numel(), torch.float32)
+    scaled = [codec.scale(payload, 1 / divisor) for payload in payloads]
+    codec.decode(payloads[0], total, seeds[0])
+    for payload, seed in zip(payloads[1:], seeds[1:], strict=True):
+        codec.add_decoded(payload, total, seed)
+    if not all(scaled):
+        total.div_(divisor)
+    return out if total is out else out.copy_(total)
+
+
+def _sent(codec: Codec, flat: Tensor, size: int, kept: Sequence[tuple[Payload, int]] | None) -> Sent | None:
+    """My contribution as the others saw it, decoded if somebody asks."""
+    if kept is None:
+        return None
+
+    def decoded() -> Tensor:
+        out = torch.empty_like(flat)
+        for (payload, seed), piece in zip(kept, _cut(out, size, len(kept)), strict=True):
+            codec.decode(payload, piece, seed)
+        return out
+
+    return decoded
+
+
+def _kept(bucket: Bucket, payloads: Sequence[Payload], seed: int) -> list[tuple[Payload, int]] | None:
+    """Copies, where feedback will ask for them: the wire and the mean overwrite the payloads."""
+    if not bucket.feedback:
+        return None
+    return [(tuple(part.clone() for part in payload), seed + n) for n, payload in enumerate(payloads)]
+
+
+def _checked(codec: object, strategy: str) -> str:
+    if isinstance(codec, type) and issubclass(codec, Codec):
+        raise WrongType(f"{strategy} got the class {codec.__name__}; write {strategy}({codec.__name__}())")
+    if isinstance(codec, Strategy):
+        name = type(codec).__name__
+        raise WrongType(f"{strategy} takes a codec, and {name} is a strategy; write {strategy}(Int8()), say")
+    if not isinstance(codec, Codec):
+        raise WrongType(
+            f"{strategy} takes a codec, got {type(codec).__name__}; write {strategy}(Int8()), say"
+        )
+    return type(codec).__name__
+
+
+def _refuse_sparse(bucket: Bucket, strategy: str) -> None:
+    if bucket.flat.is_sparse:
+        name = bucket.names[0]
+        raise WrongType(
+            f"{strategy} cannot encode the sparse gradient of {name!r}; give it a strategy of its own with "
+            f"Route({{{name!r}: Mean()}}, otherwise={strategy}(...)), or use a dense embedding"
+        )

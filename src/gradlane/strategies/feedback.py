@@ -1,0 +1,64 @@
+"""Error feedback: what a lossy strategy leaves out is owed, and goes with the next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..core.bucket import Bucket
+from ..core.collectives import note
+from ..core.memory import Memory
+from ..core.strategy import Reduced, Strategy
+from ..errors import InvalidValue, WrongType
+
+KEPT_IN = (torch.float32, torch.bfloat16)
+SAMPLE = 16_384  # elements looked at for the norm, at least
+
+
+@dataclass
+class ErrorFeedback(Strategy):
+    """EF14 (Seide et al., 2014; Karimireddy et al., 2019): send C(g + e), keep e = g + e - C(g + e).
+
+    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, one
+    copy of the gradient: bfloat16 halves it and rounds what is owed. ``comm/residual_norm`` is its
+    norm, estimated from a sample where a bucket is large.
+    """
+
+    inner: Strategy
+    dtype: torch.dtype = torch.float32
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Strategy):
+            raise WrongType(
+                f"ErrorFeedback wraps a strategy, got {type(self.inner).__name__}; "
+                "write ErrorFeedback(Gathered(TopK(0.01))), say"
+            )
+        if self.dtype not in KEPT_IN:
+            raise InvalidValue(f"ErrorFeedback dtype={self.dtype}; use float32 or bfloat16")
+        if self.memory is None:
+            self.memory = Memory(self.dtype)
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        assert self.memory is not None
+        owed = self.memory.like(bucket)
+        if self.inner.settles:  # in one pass with its own work
+            reduced = await self.inner.reduce(replace(bucket, owed=owed))
+        else:
+            owed.add_(bucket.flat)
+            bucket.flat.copy_(owed)
+            reduced = await self.inner.reduce(replace(bucket, feedback=True))
+            # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
+            owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
+        if bucket.flat.device.type != "meta":
+            await note(residual_square=squared_norm(owed, bucket.step))
+        return Reduced(reduced.mean)
+
+
+def squared_norm(owed: Tensor, step: int) -> Tensor:
+    """Estimated from evenly spaced elements where there are many: the whole would be a pass over memory."""
+    stride = max(1, owed.numel() // SAMPLE)
+    seen = owed[step % stride :: stride].float()
+    return seen.dot(seen) * (owed.numel() / max(1, seen.numel()))
