@@ -92,9 +92,23 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "random-k": lambda: gl.ErrorFeedback(gl.Summed(gl.RandomK(0.1))),
     "raw summed": lambda: gl.Summed(gl.Raw()),
     "raw sharded": lambda: gl.Sharded(gl.Raw()),
+    "ef21": lambda: gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.2))),
+    "ef21 sharded": lambda: gl.ErrorFeedback21(gl.Sharded(gl.Int4(block=32))),
+    "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
 }
 """``Noop`` is not among them: it is the one strategy that leaves replicas different."""
+
+OWING = (
+    "int4 feedback",
+    "int2 feedback bf16",
+    "1-bit",
+    "top-k",
+    "top-k sharded",
+    "random-k",
+    "bf16 feedback",
+)
+"""Those with error feedback (EF14)."""
 
 MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first", "raw summed",
          "raw sharded")  # fmt: skip

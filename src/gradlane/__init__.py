@@ -35,8 +35,9 @@ from .report.sink import Run, Sink
 from .simulate.dryrun import Trace, dry_run
 from .simulate.ranks import Simulation
 from .strategies.cast import Cast
+from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
-from .strategies.feedback import ErrorFeedback
+from .strategies.feedback import ErrorFeedback, ErrorFeedback21
 from .strategies.function import strategy_from
 from .strategies.mean import Mean, Noop
 from .strategies.route import Route
@@ -47,12 +48,14 @@ from .strategies.weighted import WeightedMean
 del torch
 
 __all__ = [
+    "DGC",
     "After",
     "Attachment",
     "Bucket",
     "Cast",
     "Codec",
     "ErrorFeedback",
+    "ErrorFeedback21",
     "Event",
     "Fp8",
     "Gathered",

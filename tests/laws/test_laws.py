@@ -89,21 +89,22 @@ def test_the_text_form_reads_back_where_it_can_be_written(name):
     try:
         again = gl.parse(text)
     except gl.InvalidValue:
-        assert "<" in text or any(own in text for own in ("Vote", "Gathered", "Sharded", "Node"))
+        assert "<" in text or any(own in text for own in ("Vote", "GatheredMean", "ShardedMean", "Node"))
     else:
         assert gl.describe(again) == text
 
 
 @everyone
-def test_resume_equals_no_stop(name):
-    whole, first, second = (simulation(name, 2) for _ in range(3))
-    expected = [whole.step(gradients(2, step)) for step in range(6)][-1]
+@pytest.mark.parametrize("world", [2, 4])
+def test_resume_equals_no_stop(name, world):
+    whole, first, second = (simulation(name, world) for _ in range(3))
+    expected = [whole.step(gradients(world, step)) for step in range(6)][-1]
     for step in range(3):
-        first.step(gradients(2, step))
+        first.step(gradients(world, step))
     second.steps = 3
     for old, new in zip(first.strategies, second.strategies, strict=True):
         new.load_state_dict(old.state_dict())
-    answers = [second.step(gradients(2, step)) for step in range(3, 6)][-1]
+    answers = [second.step(gradients(world, step)) for step in range(3, 6)][-1]
     assert all(torch.equal(answers[1][key], expected[1][key]) for key in SHAPES)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..codecs.base import Codec
 from ..core.bucket import Bucket
 from ..core.collectives import note
 from ..core.memory import Memory
@@ -31,11 +32,7 @@ class ErrorFeedback(Strategy):
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Strategy):
-            raise WrongType(
-                f"ErrorFeedback wraps a strategy, got {type(self.inner).__name__}; "
-                "write ErrorFeedback(Gathered(TopK(0.01))), say"
-            )
+        _check_inner(self.inner, "ErrorFeedback")
         if self.dtype not in KEPT_IN:
             raise InvalidValue(f"ErrorFeedback dtype={self.dtype}; use float32 or bfloat16")
         if self.memory is None:
@@ -57,8 +54,49 @@ class ErrorFeedback(Strategy):
         return Reduced(reduced.mean)
 
 
+@dataclass
+class ErrorFeedback21(Strategy):
+    """EF21 (Richtarik et al., 2021): send what has changed, C(g - G), and add it to G on both sides.
+
+    Each rank keeps its own estimate G, which the others know, and the mean of all, which is the answer:
+    two copies of the gradient. What arrives is never old, as with EF14; in return every gradient
+    is answered by an estimate that has yet to come up to it.
+    """
+
+    inner: Strategy
+    own: Memory | None = None
+    mean: Memory | None = None
+
+    def __post_init__(self) -> None:
+        _check_inner(self.inner, "ErrorFeedback21")
+        self.own = self.own or Memory(torch.float32)
+        self.mean = self.mean or Memory(torch.float32)
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        assert self.own is not None
+        assert self.mean is not None
+        own, mean = self.own.like(bucket), self.mean.like(bucket)
+        change = bucket.flat.sub_(own)
+        whole = change.clone()  # the strategy inside may overwrite the bucket
+        reduced = await self.inner.reduce(replace(bucket, feedback=True))
+        own.add_(whole if reduced.sent is None else reduced.sent())
+        mean.add_(reduced.mean)
+        return Reduced(bucket.flat.copy_(mean))
+
+
 def squared_norm(owed: Tensor, step: int) -> Tensor:
     """Estimated from evenly spaced elements where there are many: the whole would be a pass over memory."""
     stride = max(1, owed.numel() // SAMPLE)
     seen = owed[step % stride :: stride].float()
     return seen.dot(seen) * (owed.numel() / max(1, seen.numel()))
+
+
+def _check_inner(inner: object, name: str) -> None:
+    if isinstance(inner, Codec):
+        codec = type(inner).__name__
+        raise WrongType(
+            f"{name} wraps a strategy, and {codec} is a codec; write {name}(Sharded({codec}(...)))"
+        )
+    if not isinstance(inner, Strategy):
+        got = type(inner).__name__
+        raise WrongType(f"{name} wraps a strategy, got {got}; write {name}(Gathered(TopK(0.01))), say")

@@ -21,8 +21,9 @@ from ..core.memory import Memory
 from ..core.strategy import Strategy, options
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
+from .dgc import DGC
 from .exchange import Gathered, Sharded, Summed
-from .feedback import ErrorFeedback
+from .feedback import ErrorFeedback, ErrorFeedback21
 from .mean import Mean, Noop
 from .route import Route
 from .schedule import After
@@ -30,7 +31,10 @@ from .weighted import WeightedMean
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
-    for part in (Mean, Noop, Cast, WeightedMean, After, Route, Summed, Gathered, Sharded, ErrorFeedback)
+    for part in (
+        *(Mean, Noop, Cast, WeightedMean, After, Route),
+        *(Summed, Gathered, Sharded, ErrorFeedback, ErrorFeedback21, DGC),
+    )
 }
 CODECS: dict[str, Callable[..., Any]] = {
     part.__name__: part for part in (Raw, Int8, Int4, Int2, Sign, Fp8, Natural, TopK, RandomK)

@@ -1,0 +1,81 @@
+"""Deep gradient compression: top-k with momentum that is corrected for what waits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..codecs.topk import TopK
+from ..core.bucket import Bucket
+from ..core.collectives import note
+from ..core.memory import Memory
+from ..core.strategy import Reduced, Strategy
+from ..errors import InvalidValue
+from .exchange import Gathered
+from .feedback import squared_norm
+
+STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
+"""The shares sent in the stages of the warm-up, of the paper: 75, 93.75, 98.4 and 99.6 % are left out."""
+
+
+@dataclass
+class DGC(Strategy):
+    """Deep Gradient Compression (Lin et al., 2018). Use it with an optimizer that has no momentum of its own.
+
+    1. Clip this rank's gradient to ``clip`` / sqrt(world), where asked for; a bucket at a time, each for
+       itself, because a hook never sees the whole.
+    2. Momentum correction: u = momentum * u + g, and v = v + u is what is owed.
+    3. Send the largest ``ratio`` of v.
+    4. Factor masking: where v was sent, u and v begin again at 0.
+
+    ``warmup`` steps send more: the first fifth 25 %, then 6.25, 1.6, 0.4 %, then ``ratio``.
+    """
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    clip: float | None = None
+    warmup: int = 0
+    velocity: Memory | None = None
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        TopK(self.ratio)  # refuses a ratio that it cannot send
+        if not 0 <= self.momentum < 1:
+            raise InvalidValue(f"DGC momentum={self.momentum}; use a number from 0 to below 1")
+        if self.clip is not None and not self.clip > 0:
+            raise InvalidValue(f"DGC clip={self.clip}; use a norm above 0, or None")
+        if self.warmup < 0:
+            raise InvalidValue(f"DGC warmup={self.warmup}; use a number of steps from 0 up")
+        self.velocity = self.velocity or Memory(torch.float32)
+        self.memory = self.memory or Memory(torch.float32)
+
+    def share(self, step: int) -> float:
+        """What is sent of a gradient in this step."""
+        if step >= self.warmup:
+            return self.ratio
+        stages = (*STAGES, self.ratio)
+        return max(self.ratio, stages[step * len(stages) // self.warmup])
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        assert self.velocity is not None
+        assert self.memory is not None
+        velocity, owed = self.velocity.like(bucket), self.memory.like(bucket)
+        velocity.mul_(self.momentum).add_(self._clipped(bucket))  # 1, 2
+        bucket.flat.copy_(velocity)
+        exchange = Gathered(TopK(self.share(bucket.step)))
+        reduced = await exchange.reduce(replace(bucket, owed=owed, feedback=True))  # 3: v + u is sent or owed
+        assert reduced.sent is not None
+        velocity.mul_(reduced.sent() == 0)  # 4
+        if bucket.flat.device.type != "meta":
+            await note(residual_square=squared_norm(owed, bucket.step))
+        return Reduced(reduced.mean)
+
+    def _clipped(self, bucket: Bucket) -> torch.Tensor:
+        if self.clip is None:
+            return bucket.flat
+        wide = torch.promote_types(bucket.flat.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(bucket.flat, dtype=wide)
+        limit = self.clip / math.sqrt(bucket.world)
+        return bucket.flat.mul_((limit / norm.clamp(min=1e-30)).clamp(max=1.0))

@@ -1,0 +1,157 @@
+"""What error feedback owes and what it has sent are the gradients, always."""
+
+import itertools
+
+import pytest
+import torch
+
+import gradlane as gl
+
+from ..catalogue import OWING, STRATEGIES
+from .test_laws import SHAPES, gradients, simulation
+
+
+def summed(dicts):
+    return {key: torch.stack([own[key].double() for own in dicts]).sum(0) for key in SHAPES}
+
+
+def owed_by(strategy):
+    """All that one rank still owes, by name; a server's shard is not by name."""
+    return strategy.memory.state_dict()
+
+
+@pytest.mark.parametrize("name", [name for name in OWING if name != "1-bit"])
+@pytest.mark.parametrize("bucket_bytes", [None, 64])
+def test_sent_and_owed_add_up_to_the_gradients(name, bucket_bytes):
+    world, steps = 2, 8
+    ranks = simulation(name, world, bucket_bytes=bucket_bytes)
+    given, applied = [], []
+    for step in range(steps):
+        mine = gradients(world, step)
+        given += [{key: value.clone() for key, value in own.items()} for own in mine]
+        applied.append(ranks.step(mine)[0])
+    total, sent = summed(given), summed(applied)
+    owed = summed([owed_by(strategy) for strategy in ranks.strategies])
+    slack = 5e-2 if "bf16" in name else 1e-5  # a memory of bf16 rounds what is owed
+    for key in SHAPES:
+        torch.testing.assert_close(world * sent[key] + owed[key], total[key], rtol=slack, atol=slack)
+
+
+def test_with_server_feedback_too():
+    world, steps = 4, 8
+    shapes = {"w": (300,)}
+    ranks = gl.Simulation(gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32), server_feedback=True)), world=world)
+    generator = torch.Generator().manual_seed(0)
+    total, sent = torch.zeros(300, dtype=torch.double), torch.zeros(300, dtype=torch.double)
+    for _ in range(steps):
+        mine = [{"w": torch.randn(shapes["w"], generator=generator)} for _ in range(world)]
+        total += sum(own["w"].double() for own in mine)
+        sent += ranks.step(mine)[0]["w"].double()
+    workers = sum(strategy.memory.state_dict()["w"].double() for strategy in ranks.strategies)
+    servers = torch.cat([next(iter(s.inner.server.state_dict().values())) for s in ranks.strategies])[:300]
+    assert servers.count_nonzero() > 0
+    torch.testing.assert_close(world * (sent + servers.double()) + workers, total, rtol=1e-5, atol=1e-4)
+
+
+def test_feedback_makes_a_constant_gradient_arrive_and_its_absence_does_not():
+    """A tenth is sent each time; over many steps the mean of what arrives is the gradient."""
+    gradient = {"w": torch.linspace(0.5, 1.5, 640)}
+
+    def arrived(strategy, steps=200):
+        ranks = gl.Simulation(strategy, world=2)
+        return sum(ranks.step([dict(gradient)] * 2)[0]["w"] for _ in range(steps)) / steps
+
+    with_it = arrived(gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))))
+    without = arrived(gl.Gathered(gl.TopK(0.1)))
+    torch.testing.assert_close(with_it, gradient["w"], rtol=0.1, atol=0.05)
+    assert (without - gradient["w"]).abs().max() > 0.4
+
+
+def test_ef21_comes_to_a_constant_gradient_and_stays():
+    gradient = {"w": torch.randn(640, generator=torch.Generator().manual_seed(0))}
+    ranks = gl.Simulation(gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.1))), world=2)
+    errors = [(ranks.step([dict(gradient)] * 2)[0]["w"] - gradient["w"]).norm().item() for _ in range(15)]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
+    assert errors[-1] < 1e-5
+
+
+def test_the_residual_norm_is_noted():
+    ranks = gl.Simulation(STRATEGIES["top-k"](), world=2)
+    ranks.step([{"w": torch.ones(500)} for _ in range(2)])
+    owed = [strategy.memory.state_dict()["w"] for strategy in ranks.strategies]
+    assert ranks.figures["residual_square"] == pytest.approx(float(sum(own.square().sum() for own in owed)))
+
+
+def plain_dgc(gradients, momentum, clip, share, steps):
+    """The slow obvious one: dense tensors, exact top-k per rank."""
+    world = len(gradients[0])
+    velocity = [torch.zeros_like(gradients[0][0]) for _ in range(world)]
+    owed = [torch.zeros_like(gradients[0][0]) for _ in range(world)]
+    answers = []
+    for step in range(steps):
+        sent = []
+        for rank in range(world):
+            gradient = gradients[step][rank]
+            gradient = gradient * min(1.0, clip / world**0.5 / gradient.norm().item())
+            velocity[rank] = momentum * velocity[rank] + gradient
+            owed[rank] = owed[rank] + velocity[rank]
+            slots = max(1, -(-int(share(step) * 1e9) * gradient.numel() // 10**9))
+            threshold = owed[rank].abs().topk(slots).values[-1]
+            mask = owed[rank].abs() >= threshold
+            sent.append(torch.where(mask, owed[rank], 0.0))
+            velocity[rank][mask] = 0
+            owed[rank][mask] = 0
+        answers.append(sum(sent) / world)
+    return answers
+
+
+def test_dgc_is_the_paper_step_by_step():
+    generator = torch.Generator().manual_seed(1)
+    given = [[torch.randn(400, generator=generator) for _ in range(2)] for _ in range(12)]
+    strategy = gl.DGC(ratio=0.05, momentum=0.9, clip=2.0, warmup=5)
+    assert [strategy.share(step) for step in range(6)] == [0.25, 0.0625, 0.05, 0.05, 0.05, 0.05]
+    expected = plain_dgc(given, 0.9, 2.0, strategy.share, 12)
+    ranks = gl.Simulation(strategy, world=2)
+    for mine, answer in zip(given, expected, strict=True):
+        found = ranks.step([{"w": own.clone()} for own in mine])[0]["w"]
+        torch.testing.assert_close(found, answer, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: gl.Summed(gl.Int8()), gl.InvalidValue, r"Int8 cannot be summed .* Sharded\(Int8\(\)\)"),
+        (lambda: gl.Gathered(gl.Mean()), gl.WrongType, "Mean is a strategy"),
+        (lambda: gl.Sharded(gl.Int8), gl.WrongType, r"the class Int8; write Sharded\(Int8\(\)\)"),
+        (lambda: gl.Sharded(8), gl.WrongType, "takes a codec, got int"),
+        (lambda: gl.ErrorFeedback(gl.TopK()), gl.WrongType, r"TopK is a codec; write ErrorFeedback\(Sharded"),
+        (lambda: gl.ErrorFeedback(gl.Mean(), torch.float16), gl.InvalidValue, "use float32 or bfloat16"),
+        (lambda: gl.ErrorFeedback21(3), gl.WrongType, "wraps a strategy, got int"),
+        (lambda: gl.DGC(momentum=1.0), gl.InvalidValue, "momentum=1.0; use a number from 0 to below 1"),
+        (lambda: gl.DGC(ratio=0), gl.InvalidValue, "ratio=0"),
+        (lambda: gl.DGC(clip=0.0), gl.InvalidValue, "clip=0.0"),
+        (lambda: gl.DGC(warmup=-1), gl.InvalidValue, "warmup=-1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_once(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("codec", [gl.Int8(), gl.Int4(), gl.Int2(), gl.Sign(), gl.Fp8()])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_sharded_sends_2_n_minus_1_over_n_payloads_whatever_n(codec, world):
+    numel = 8 * 8192 * 3
+    payload = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in codec.layout(numel))
+    trace = gl.dry_run(gl.Sharded(codec), {"w": (numel,)}, world=world)
+    assert trace.wire_bytes == pytest.approx(2 * (world - 1) / world * payload, rel=1e-6)
+    assert trace.collectives == (1 if world == 2 else 2)
+
+
+def test_at_two_ranks_sharded_is_gathered():
+    first, second = (simulation(n, 2) for n in ("int8", "int8"))
+    second.strategies = [gl.Sharded(gl.Int8()) for _ in range(2)]
+    for step in range(2):
+        a, b = first.step(gradients(2, step)), second.step(gradients(2, step))
+        assert all(torch.equal(a[0][key], b[0][key]) for key in SHAPES)
+    assert first.events == second.events
