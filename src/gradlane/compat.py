@@ -11,6 +11,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._version import __version__
+from .codecs.uniform import Int8
 from .core.strategy import Strategy
 from .errors import WrongType
 from .lane.base import DEFAULT_TIMEOUT
@@ -25,6 +27,7 @@ from .lane.feed import Feed
 from .lane.open import open_lane
 from .report.ledger import Ledger
 from .strategies.cast import Cast
+from .strategies.exchange import Sharded
 from .strategies.mean import Mean, Noop
 from .strategies.text import describe
 
@@ -35,6 +38,8 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
 ]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
@@ -74,6 +79,21 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """The mean of gradients sent as 8-bit integers. torch has one scale for a bucket; here each 8,192
+    elements have theirs. The bytes a rank sends do not grow with the number of ranks."""
+    return _reduce(process_group, bucket, _PERTENSOR)
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket, bucket_size: int = 512
+) -> torch.futures.Future[Tensor]:
+    """The same with a scale for each ``bucket_size`` elements, a multiple of 32."""
+    return _reduce(process_group, bucket, _perchannel(bucket_size))
+
+
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Any hook, with fp16 gradients inside: one of this module's, torch's, or your own."""
     return _wrapped(hook, torch.float16)
@@ -87,11 +107,21 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 _ALLREDUCE = Mean()
 _FP16 = Cast(Mean(), torch.float16)
 _BF16 = Cast(Mean(), torch.bfloat16)
+_PERTENSOR = Sharded(Int8(block=8192))
+
+
+@cache
+def _perchannel(bucket_size: int) -> Strategy:
+    return Sharded(Int8(block=bucket_size))
+
+
 _STRATEGIES: dict[Any, Strategy] = {
     allreduce_hook: _ALLREDUCE,
     fp16_compress_hook: _FP16,
     bf16_compress_hook: _BF16,
     noop_hook: Noop(),
+    quantization_pertensor_hook: _PERTENSOR,
+    quantization_perchannel_hook: _perchannel(512),
 }
 
 

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as theirs
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +27,13 @@ def test_signatures_are_torchs(name):
         return [(p.name, p.default, p.kind) for p in signature.parameters.values()]
 
     assert parameters(compat) == parameters(theirs)
+
+
+@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
+def test_signatures_of_the_quantization_hooks_are_torchs(name):
+    ours, torchs = (inspect.signature(getattr(m, name)) for m in (compat, quantization_hooks))
+    assert list(ours.parameters) == list(torchs.parameters)
+    assert [p.default for p in ours.parameters.values()] == [p.default for p in torchs.parameters.values()]
 
 
 def test_noop_has_torchs_signature():
@@ -64,6 +71,8 @@ def every_hook(rank):
             "bf16(fp16(allreduce))": compat.bf16_compress_wrapper(
                 compat.fp16_compress_wrapper(compat.allreduce_hook)
             ),
+            "8 bits per tensor": compat.quantization_pertensor_hook,
+            "8 bits per channel": compat.quantization_perchannel_hook,
         }.items():
             got = gradients(rank, state, hook)
             found[name, state is None] = (got - expected).abs().max().item()
@@ -82,7 +91,7 @@ def test_every_hook_on_gloo(world):
     for found, largest in run_ranks(every_hook, world, deadline=90):
         for (name, default_group), worst in found.items():
             exact = name == "allreduce"
-            limit = 1e-6 if exact else largest * 2 ** (-7 if "bf16" in name else -10)
+            limit = 1e-6 if exact else largest * 2 ** (-6 if "8" in name else -7 if "bf16" in name else -10)
             assert worst <= limit, (name, default_group, worst)
             assert exact or worst > 0 or world > 2, f"{name} did not narrow anything"
 
