@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -64,6 +65,17 @@ class Codec(ABC):
             self._decode(payload, wide, seed)
             into.add_(wide)
 
+    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int]) -> Tensor:
+        """The sum of what the payloads stand for, in their order, written into ``out`` in one pass."""
+        for payload in payloads:
+            self._check(payload, out)
+        if _holds_numbers(out):
+            wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
+            self._decode_sum(payloads, wide, seeds)
+            if wide is not out:
+                out.copy_(wide)
+        return out
+
     def encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, out: Payload | None = None) -> Payload:
         """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
         that of p, and ``owed`` becomes p less what the payload decodes to. ``gradient`` is left as it is.
@@ -99,6 +111,11 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None: ...
+
+    def _decode_sum(self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int]) -> None:
+        self._decode(payloads[0], out, seeds[0])
+        for payload, seed in zip(payloads[1:], seeds[1:], strict=True):
+            self._add_decoded(payload, out, seed)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
         decoded = torch.empty_like(into)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -91,6 +91,13 @@ class BlockCodec(Codec):
             return
         for start, stop, rows in self._pieces(out.numel(), out.device):
             out[start:stop] = self._decode_piece(payload, start, stop, rows, keys)
+
+    def _decode_sum(self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int]) -> None:
+        if library := native_for(out):
+            keys = [keys_of(seed) for seed in seeds]
+            library.decode_many(self.form, self.flags, payloads, self.block, keys, out)
+        else:
+            super()._decode_sum(payloads, out, seeds)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
         keys = keys_of(seed)

@@ -7,7 +7,7 @@ Every tensor must be contiguous, on the CPU, and of the dtype and size that the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_uint32, c_void_p
 
 from torch import Tensor
@@ -24,6 +24,7 @@ _SIZES = (c_int64, c_int64)  # elements and block, or slots and elements
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "encode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
     "decode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_int), None),
+    "decode_many": ((*_HOW, *_FORM, c_int, c_void_p, c_void_p, c_void_p, *_SIZES, c_void_p), c_int),
     "topk_sampled": ((c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64), c_int64),
     "topk_exact": ((c_void_p, c_void_p, c_int64, c_int64), c_int64),
     "topk_select": (
@@ -73,6 +74,26 @@ class Native:
         self._call["decode_blocks"](
             self._level, self._threads(), form, flags, codes.data_ptr(), side.data_ptr(), out.numel(), block,
             *keys, out.data_ptr(), add,
+        )  # fmt: skip
+
+    def decode_many(
+        self,
+        form: int,
+        flags: int,
+        payloads: Sequence[tuple[Tensor, ...]],
+        block: int,
+        keys: Sequence[Keys],
+        out: Tensor,
+    ) -> None:
+        """The sum of all, in their order."""
+        count = len(payloads)
+        codes, sides = ((c_void_p * count)(*[p[part].data_ptr() for p in payloads]) for part in (0, 1))
+        pairs = (c_uint32 * (2 * count))(*[key for pair in keys for key in pair])
+        _or_no_memory(
+            self._call["decode_many"](
+                self._level, self._threads(), form, flags, count, codes, sides, pairs, out.numel(), block,
+                out.data_ptr(),
+            )
         )  # fmt: skip
 
     def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
@@ -131,5 +152,5 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _or_no_memory(found: int) -> int:
     if found < 0:
-        raise MemoryError("no memory for the selection of the largest elements")
+        raise MemoryError("no memory for the work of a codec")
     return found

@@ -199,8 +199,12 @@ class ThreadLane:
         bucket = running.bucket
         group = self._group(request.over, turn, bucket.step)
         event = Event.of(request, bucket, running.phase, group.size())
+
+        def room(peer: int, numel: int) -> Tensor:  # the same in every step: new pages are dear
+            return bucket.empty(f"from {peer} in phase {event.phase}", numel, torch.uint8)
+
         try:
-            pending = issue(group, request, bucket.divisor(request.over))
+            pending = issue(group, request, bucket.divisor(request.over), room)
         except RuntimeError as error:
             raise ConnectionBroke from error
         return _Issued(pending, event, began, time.perf_counter())

@@ -162,9 +162,7 @@ def _mean(
     divisor = bucket.divisor()
     total = out if out.dtype == torch.float32 else bucket.empty("wide sum", out.numel(), torch.float32)
     scaled = [codec.scale(payload, 1 / divisor) for payload in payloads]
-    codec.decode(payloads[0], total, seeds[0])
-    for payload, seed in zip(payloads[1:], seeds[1:], strict=True):
-        codec.add_decoded(payload, total, seed)
+    codec.decode_sum(payloads, total, seeds)
     if not all(scaled):
         total.div_(divisor)
     return out if total is out else out.copy_(total)

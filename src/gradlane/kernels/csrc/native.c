@@ -100,7 +100,7 @@ EXPORT int gradlane_best_level(void) {
 
 /* -- block codecs ------------------------------------------------------------------------------- */
 
-static void run_blocks(Work work, Blocks *job, int threads, float *signs) {
+static void prepare_blocks(Blocks *job, float *signs) {
     static const float tops[] = {127.0f, 7.0f, 1.0f, 0.0f, 448.0f, 57344.0f, 0.0f};
     static const int bits[] = {8, 4, 2, 1, 8, 8, 8};
     job->top = tops[job->form];
@@ -113,6 +113,10 @@ static void run_blocks(Work work, Blocks *job, int threads, float *signs) {
         job->signs = signs;
         job->norm = (float)(1.0 / __builtin_sqrt((double)job->block));
     }
+}
+
+static void run_blocks(Work work, Blocks *job, int threads, float *signs) {
+    prepare_blocks(job, signs);
     spread(work, job, threads_for(job->n, threads));
 }
 
@@ -132,6 +136,58 @@ EXPORT void gradlane_decode_blocks(int level, int threads, int form, int flags, 
     Blocks job = {.form = form, .flags = flags, .add = add, .out = out, .n = n, .block = block,
                   .keys = {first, second}, .codes = (uint8_t *)codes, .side = (void *)side};
     run_blocks(AT_LEVEL(level, decode_part), &job, threads, signs);
+}
+
+/* Several payloads of the same layout, added up piece by piece while a piece is in the cache: memory sees
+ * one write of the sum instead of a write and a reading for each payload. */
+typedef struct {
+    Work decode;
+    const Blocks *jobs;
+    int count;
+} Many;
+
+enum { PIECE_ELEMENTS = 8192 };
+
+static void decode_many_part(void *argument, int part, int parts) {
+    const Many *many = argument;
+    const Blocks *all = many->jobs;
+    const int64_t step = all->block >= PIECE_ELEMENTS ? 1 : PIECE_ELEMENTS / all->block;
+    const int64_t last = all->blocks * (part + 1) / parts;
+    for (int64_t b = all->blocks * part / parts; b < last; b += step) {
+        const int64_t blocks = last - b < step ? last - b : step;
+        for (int i = 0; i < many->count; i++) {
+            Blocks piece = many->jobs[i];
+            piece.blocks = blocks;
+            piece.codes += b * piece.code_bytes;
+            piece.side = (uint8_t *)piece.side + b * piece.side_bytes;
+            piece.out += b * piece.block;
+            piece.n = piece.n - b * piece.block < blocks * piece.block ? piece.n - b * piece.block
+                                                                       : blocks * piece.block;
+            many->decode(&piece, 0, 1);
+        }
+    }
+}
+
+/* keys holds two numbers for each payload. Returns -1 where there is no memory. */
+EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int count, const uint8_t *const *codes,
+                                void *const *sides, const uint32_t *keys, int64_t n, int64_t block, float *out) {
+    const size_t room = (flags & ROTATE) ? (size_t)block : 1;
+    Blocks *jobs = malloc((size_t)count * sizeof *jobs);
+    float *signs = malloc((size_t)count * room * sizeof *signs);
+    if (jobs && signs) {
+        for (int i = 0; i < count; i++) {
+            jobs[i] = (Blocks){.form = form, .flags = flags, .add = i > 0, .out = out, .n = n, .block = block,
+                               .keys = {keys[2 * i], keys[2 * i + 1]}, .codes = (uint8_t *)codes[i],
+                               .side = sides[i]};
+            prepare_blocks(&jobs[i], signs + (size_t)i * room);
+        }
+        Many many = {AT_LEVEL(level, decode_part), jobs, count};
+        spread(decode_many_part, &many, threads_for(n, threads));
+    }
+    const int done = jobs && signs ? 0 : -1;
+    free(jobs);
+    free(signs);
+    return done;
 }
 
 #include "topk.h"
