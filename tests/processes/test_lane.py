@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradlane as gl
-from gradlane.lane.pack import message_of, payload_of
+from gradlane.core.pack import message_of, payload_of
 from gradlane.local import run_ranks
 
 from ..training import build, data, replicas_equal

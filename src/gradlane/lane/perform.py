@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.collectives import Request
+from ..core.pack import message_of, payload_of
 from ..errors import InvalidValue
-from .pack import message_of, payload_of
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
 REDUCE_OPS = {

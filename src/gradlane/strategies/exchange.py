@@ -13,6 +13,7 @@ from ..codecs.base import Codec
 from ..core.bucket import Bucket, layout_digest
 from ..core.collectives import Payload, all_gather, all_reduce, all_to_all
 from ..core.memory import Memory
+from ..core.pack import message_size, payload_in
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 
@@ -146,10 +147,9 @@ def _cut(flat: Tensor, size: int, world: int) -> list[Tensor]:
 
 
 def _encoded(codec: Codec, bucket: Bucket, flat: Tensor, owed: Tensor | None, seed: int, use: str) -> Payload:
-    out = tuple(
-        bucket.empty(f"{use} {number}", torch.Size(shape).numel(), dtype).view(shape)
-        for number, (shape, dtype) in enumerate(codec.layout(flat.numel()))
-    )
+    layout = codec.layout(flat.numel())
+    message = bucket.empty(use, message_size(layout), torch.uint8)  # in one piece, as it will be sent
+    out = payload_in(message, layout)
     if owed is None:
         return codec.encode(flat, seed, out)
     return codec.encode_owed(flat, owed, seed, out)

@@ -1,0 +1,67 @@
+"""A payload of several tensors as one message, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .collectives import Payload
+
+Layout = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
+
+def message_of(payload: Payload) -> Tensor:
+    """The payload's bytes in one row: a view where they lie so already, as ``payload_in`` makes them."""
+    rows = [_bytes(payload[place]) for place in _order([part.dtype for part in payload])]
+    rows = [row for row in rows if row.numel()]
+    if not rows:
+        return torch.empty(0, dtype=torch.uint8)
+    return rows[0] if len(rows) == 1 else _viewed(rows) if _adjacent(rows) else torch.cat(rows)
+
+
+def payload_of(message: Tensor, like: Payload) -> Payload:
+    """Views into a message, shaped like a payload."""
+    return payload_in(message, [(tuple(part.shape), part.dtype) for part in like])
+
+
+def payload_in(message: Tensor, layout: Layout) -> Payload:
+    """Views into a message, of these shapes and dtypes."""
+    parts: dict[int, Tensor] = {}
+    start = 0
+    for place in _order([dtype for _, dtype in layout]):
+        shape, dtype = layout[place]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        row = message[start : start + size]
+        if row.storage_offset() % dtype.itemsize:  # a message in the middle of a buffer
+            row = row.clone()
+        parts[place] = row.view(dtype).view(shape)
+        start += size
+    return tuple(parts[place] for place in range(len(layout)))
+
+
+def message_size(layout: Layout) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
+
+
+def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Wide elements first: then every part is aligned without a byte of padding."""
+    return sorted(range(len(dtypes)), key=lambda place: -dtypes[place].itemsize)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _adjacent(rows: Sequence[Tensor]) -> bool:
+    storage, end = rows[0].untyped_storage().data_ptr(), rows[0].storage_offset()
+    for row in rows:
+        if row.untyped_storage().data_ptr() != storage or row.storage_offset() != end:
+            return False
+        end += row.numel()
+    return rows[0].device.type != "meta"
+
+
+def _viewed(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0].as_strided((sum(row.numel() for row in rows),), (1,), rows[0].storage_offset())
