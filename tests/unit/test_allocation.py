@@ -1,0 +1,93 @@
+"""In a steady state a strategy allocates nothing of a gradient's size."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gradlane as gl
+from gradlane.core.running import Running
+from gradlane.core.scratch import Scratch
+from gradlane.simulate.exchange import exchange
+
+NUMEL = 200_000
+
+
+def storages(tree):
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of new storages, where they are more than a hundredth of the gradient's."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        old = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in old:
+                size = tensor.untyped_storage().nbytes()
+                if size > 4 * NUMEL / 100:
+                    self.large.append((str(function), size))
+        return out
+
+
+def step(strategies, scratches, number):
+    """Two ranks in turn, with buffers that stay, as a lane has them."""
+    layout = (gl.Slot("w", torch.Size([NUMEL])),)
+    flats = [torch.randn(NUMEL) for _ in strategies]
+    ranks = []
+    allocations = Allocations()
+    for rank, (strategy, scratch) in enumerate(zip(strategies, scratches, strict=True)):
+        bucket = gl.Bucket(flats[rank], layout, number, rank, len(strategies), scratch=scratch)
+        ranks.append(Running(strategy, bucket, lambda bucket, note: None))
+    with allocations:
+        requests = [running.resume() for running in ranks]
+    while requests[0] is not None:
+        answers = exchange(requests, [running.bucket for running in ranks])
+        with allocations:
+            requests = [running.resume(answer) for running, answer in zip(ranks, answers, strict=True)]
+    return allocations.large
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Mean()",
+        "Cast(Mean(), bfloat16)",
+        "Sharded(Int8())",
+        "ErrorFeedback(Sharded(Int8()))",
+        "ErrorFeedback(Sharded(Int4()))",
+        "ErrorFeedback(Sharded(Int2()))",
+        "ErrorFeedback(Sharded(Sign(), server_feedback=True))",
+        "ErrorFeedback(Sharded(Fp8()))",
+        "ErrorFeedback(Gathered(TopK(0.01)))",
+        "ErrorFeedback(Summed(RandomK(0.01)))",
+    ],
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_nothing_large_is_allocated_after_the_first_step(text, world, compiled_kernels):
+    strategies, scratches = [gl.parse(text) for _ in range(world)], [Scratch() for _ in range(world)]
+    step(strategies, scratches, 0)
+    assert step(strategies, scratches, 1) == []
+
+
+@pytest.fixture
+def compiled_kernels():
+    from gradlane.kernels.native import native_for
+
+    if native_for(torch.empty(1)) is None:
+        pytest.skip("the kernels are not compiled here; torch's own operations allocate")
+
+
+def test_the_count_would_see_it():
+    class Wasteful(gl.Strategy):
+        async def reduce(self, bucket):
+            return gl.Reduced(await gl.all_reduce(bucket.flat.clone()))
+
+    assert [size for _, size in step([Wasteful()] * 2, [Scratch(), Scratch()], 1)] == [4 * NUMEL] * 2
