@@ -343,8 +343,8 @@ TARGET static void NAME(encode_left)(const Blocks *job, const float *x, float *o
     const int64_t block = job->block;
     float inverse;
     uint32_t most = NAME(add_up)(x, owed, block, sums);
-    fetch(x + block, block);
-    fetch(owed + block, block);
+    fetch_ahead(x, block);
+    fetch_ahead(owed, block);
     uint8_t *bytes = job->form == INT8 ? codes : (uint8_t *)spare;
     if (!NAME(scale)(most, job->top, &inverse, side)) {
         memset(codes, 0, (size_t)job->code_bytes);
@@ -383,8 +383,8 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
             for (int64_t i = 0; i < block; i++) turned[i] = p[i] * job->signs[i];
             NAME(hadamard)(turned, block, job->norm);
         }
-        fetch(x + block, block); /* memory must not rest while this block is worked on */
-        if (owed) fetch(owed + block, block);
+        fetch_ahead(x, block);
+        if (owed) fetch_ahead(owed, block);
         /* Only a full block's codes fit in their place. */
         const int cut = filled < block && !(job->flags & ROTATE);
         uint8_t *codes = cut ? last : job->codes + b * job->code_bytes;
@@ -421,7 +421,7 @@ TARGET static void NAME(decode_part)(void *argument, int part, int parts) {
         const uint8_t *codes = job->codes + b * job->code_bytes;
         const uint8_t *side = (const uint8_t *)job->side + b * job->side_bytes;
         float *out = job->out + start;
-        if (job->add) fetch(out + block, block);
+        if (job->add) fetch_ahead(out, block);
         if (filled == block && !(job->flags & ROTATE)) {
             NAME(decode_block)(job, codes, side, out, NULL, bytes, mode);
             continue;
