@@ -52,6 +52,11 @@ typedef struct {
     Found *found;
 } Pick;
 
+INLINE float mean_of(float sum, int64_t count) {
+    float mean = sum / (float)count;
+    return mean <= FLT_MAX ? mean : float_of(QUIET_NAN);
+}
+
 #define NAME(name) name##_portable
 #define TARGET
 #define WIDE 0
