@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 stamp=.venv/.installed
-wanted=$(cat pyproject.toml constraints.txt setup.sh | cksum; pwd)
+wanted=$(cat pyproject.toml constraints.txt setup.sh setup.py src/gradlane/kernels/csrc/* | cksum; pwd)
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
