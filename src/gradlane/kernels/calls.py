@@ -48,13 +48,16 @@ class Native:
             function.argtypes, function.restype = arguments, result
             self._call[name] = function
 
+    def _how(self) -> tuple[int, int]:
+        return self._level, torch.get_num_threads()
+
     def encode_blocks(
         self, form: int, flags: int, flat: Tensor, owed: Tensor | None, block: int, keys: Keys,
         codes: Tensor, side: Tensor,
     ) -> None:  # fmt: skip
         """Encode block by block; with ``owed``, that of flat + owed, and owed takes what is left."""
         self._call["encode_blocks"](
-            self._level, torch.get_num_threads(), form, flags, flat.data_ptr(), _pointer(owed), flat.numel(), block,
+            *self._how(), form, flags, flat.data_ptr(), _pointer(owed), flat.numel(), block,
             *keys, codes.data_ptr(), side.data_ptr(),
         )  # fmt: skip
 
@@ -70,7 +73,7 @@ class Native:
         add: bool,
     ) -> None:
         self._call["decode_blocks"](
-            self._level, torch.get_num_threads(), form, flags, codes.data_ptr(), side.data_ptr(), out.numel(), block,
+            *self._how(), form, flags, codes.data_ptr(), side.data_ptr(), out.numel(), block,
             *keys, out.data_ptr(), add,
         )  # fmt: skip
 
@@ -97,7 +100,7 @@ class Native:
         either = flat if flat is not None else owed
         assert either is not None
         found = self._call["topk_select"](
-            self._level, torch.get_num_threads(), _pointer(flat), _pointer(owed), either.numel(), threshold, start,
+            *self._how(), _pointer(flat), _pointer(owed), either.numel(), threshold, start,
             values.numel(), values.data_ptr(), values.element_size() == 2, indices.data_ptr(),
             counts.data_ptr(),
         )  # fmt: skip

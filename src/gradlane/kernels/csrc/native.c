@@ -93,7 +93,8 @@ EXPORT int gradlane_abi(void) { return ABI; }
 EXPORT int gradlane_best_level(void) {
 #if X86
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("popcnt"))
+        return 0;
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
                ? 2
