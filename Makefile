@@ -1,4 +1,4 @@
-.PHONY: setup fmt check test test-all bench docs
+.PHONY: setup fmt check test test-all sanitize bench docs
 
 PYTHON := .venv/bin/python
 
@@ -16,7 +16,10 @@ test:
 	./test.sh
 test-all: setup
 	$(PYTHON) -m pytest -m "slow or not slow"
+sanitize:
+	tests/sanitize/run.sh
 bench: setup
 	$(PYTHON) benchmarks/lane_overhead.py
+	$(PYTHON) benchmarks/codecs.py
 docs: setup
 	$(PYTHON) -m pytest README.md src/gradlane/core/README.md docs tests/docs

@@ -20,6 +20,7 @@ PIECE = 65_536  # elements; with its temporaries it stays in the second-level ca
 STEP, LARGEST = 32, 8192  # a block is a multiple of the first, and fits the kernels' buffers
 TINIEST = 2.0**-100
 """A block whose largest magnitude is below this is sent as zeros: its inverse would overflow."""
+FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 class Rows(NamedTuple):
@@ -152,22 +153,18 @@ def check_block(codec: str, block: int, *, power_of_two: str = "") -> None:
         )
 
 
-def scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """For each block: what a code of 1 stands for, and its inverse, so that ``largest`` maps to ``top``.
+def scaled(rows: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Rows scaled so that the largest magnitude of each becomes ``top``, and what undoes it.
 
-    A block with NaN or Inf has the scale NaN, one without anything to speak of the scale 0; both have the
-    inverse 0. Tensors are divided by tensors: torch replaces a division by a number on some devices.
+    A block with NaN or Inf becomes zeros with the scale NaN, one without anything to speak of zeros with
+    the scale 0. Tensors are divided by tensors: torch replaces a division by a number on some devices.
     """
-    limit = torch.finfo(torch.float32).max
-    usable = (largest >= TINIEST) & (largest <= limit)
+    largest = rows.abs().amax(1)
+    tops = torch.full_like(largest, top)
+    low, high = torch.aminmax(largest)
+    if low >= TINIEST and high <= FLOAT_MAX:
+        return rows * (tops / largest)[:, None], largest / tops
+    usable = (largest >= TINIEST) & (largest <= FLOAT_MAX)
     safe = torch.where(usable, largest, 1.0)
-    tops = torch.full_like(safe, top)
-    otherwise = torch.where(largest < TINIEST, 0.0, torch.full_like(safe, torch.nan))
-    return torch.where(usable, safe / tops, otherwise), torch.where(usable, tops / safe, 0.0)
-
-
-def scaled(rows: Tensor, inverse: Tensor) -> Tensor:
-    """Rows times their inverses; plain zeros in a block whose scale tells all (0 or NaN)."""
-    codes = rows * inverse[:, None]
-    idle = inverse == 0
-    return codes.masked_fill_(idle[:, None], 0.0) if idle.any() else codes
+    scale = torch.where(usable, safe / tops, torch.where(largest < TINIEST, 0.0, torch.nan))
+    return (rows * (tops / safe)[:, None]).masked_fill_(~usable[:, None], 0.0), scale

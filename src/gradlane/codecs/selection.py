@@ -55,6 +55,8 @@ class PlainSearch:
             places = places.roll(-before)[:slots].sort().values
         taken = total[places]
         rounded = taken.to(values.dtype)
+        if broken and rounded.dtype != taken.dtype:
+            rounded[taken.isnan()] = torch.nan  # a cast writes other bits for it in vectors than one by one
         kept = places.numel()
         values.zero_()[:kept] = rounded
         indices.zero_()[:kept] = (places & 0xFFFF).to(torch.int16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from ..kernels.counter import Keys, uniforms
-from .blockwise import BlockCodec, Rows, check_block, scaled, scales_of
+from .blockwise import BlockCodec, Rows, check_block, scaled
 from .packing import pack, unpack
 from .rotation import rotated, rotated_back
 
@@ -52,8 +52,7 @@ class _Uniform(BlockCodec):
 
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         values = rotated(rows.values, keys) if self.rotate else rows.values
-        scale, inverse = scales_of(values.abs().amax(1), self.levels)
-        codes = scaled(values, inverse)
+        codes, scale = scaled(values, self.levels)
         if self.rounding == "stochastic":
             noise = uniforms(rows.first, codes.numel(), keys, codes.device).view_as(codes)
             codes.add_(noise).floor_().clamp_(-self.levels, self.levels)

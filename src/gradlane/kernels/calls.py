@@ -7,9 +7,10 @@ Every tensor must be contiguous, on the CPU, and of the dtype and size that the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_uint32, c_void_p
 
+import torch
 from torch import Tensor
 
 from .counter import Keys
@@ -40,15 +41,17 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
 class Native:
     """One library at one level of instructions; as many threads as torch uses."""
 
-    def __init__(self, library: ctypes.CDLL, level: str, threads: Callable[[], int]) -> None:
+    def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level
         self._level = LEVELS.index(level)
-        self._threads = threads
         self._call = {}
         for name, (arguments, result) in _SIGNATURES.items():
             function = library[f"gradlane_{name}"]
             function.argtypes, function.restype = arguments, result
             self._call[name] = function
+
+    def _how(self) -> tuple[int, int]:
+        return self._level, torch.get_num_threads()
 
     def encode_blocks(
         self, form: int, flags: int, flat: Tensor, owed: Tensor | None, block: int, keys: Keys,
@@ -56,7 +59,7 @@ class Native:
     ) -> None:  # fmt: skip
         """Encode block by block; with ``owed``, that of flat + owed, and owed takes what is left."""
         self._call["encode_blocks"](
-            self._level, self._threads(), form, flags, flat.data_ptr(), _pointer(owed), flat.numel(), block,
+            *self._how(), form, flags, flat.data_ptr(), _pointer(owed), flat.numel(), block,
             *keys, codes.data_ptr(), side.data_ptr(),
         )  # fmt: skip
 
@@ -72,7 +75,7 @@ class Native:
         add: bool,
     ) -> None:
         self._call["decode_blocks"](
-            self._level, self._threads(), form, flags, codes.data_ptr(), side.data_ptr(), out.numel(), block,
+            *self._how(), form, flags, codes.data_ptr(), side.data_ptr(), out.numel(), block,
             *keys, out.data_ptr(), add,
         )  # fmt: skip
 
@@ -119,7 +122,7 @@ class Native:
         either = flat if flat is not None else owed
         assert either is not None
         found = self._call["topk_select"](
-            self._level, self._threads(), _pointer(flat), _pointer(owed), either.numel(), threshold, start,
+            *self._how(), _pointer(flat), _pointer(owed), either.numel(), threshold, start,
             values.numel(), values.data_ptr(), values.element_size() == 2, indices.data_ptr(),
             counts.data_ptr(),
         )  # fmt: skip

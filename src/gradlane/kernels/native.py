@@ -8,7 +8,6 @@ from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
@@ -59,7 +58,7 @@ def _loaded(choice: str) -> tuple[Native | None, str]:
     best = LEVELS[library.gradlane_best_level()]
     if choice and LEVELS.index(choice) > LEVELS.index(best):
         raise InvalidValue(f"{VARIABLE}={choice} is more than this processor has; it goes up to {best}")
-    return Native(library, choice or best, torch.get_num_threads), ""
+    return Native(library, choice or best), ""
 
 
 @lru_cache(maxsize=1)

@@ -26,11 +26,14 @@ TARGET INLINE uint32_t NAME(add_up)(const float *restrict x, const float *restri
     return (uint32_t)most;
 }
 
-/* The sum of magnitudes in a fixed tree: halves are added to halves. */
-TARGET INLINE float NAME(sum)(const float *restrict p, int64_t block, float *restrict tree) {
-    int64_t half = block / 2;
+/* The sum of magnitudes in a fixed tree, halves added to halves: first step, and the others. */
+TARGET INLINE void NAME(first_sums)(const float *restrict p, int64_t block, float *restrict tree) {
+    const int64_t half = block / 2;
     for (int64_t i = 0; i < half; i++)
         tree[i] = float_of(bits_of(p[i]) & NO_SIGN) + float_of(bits_of(p[i + half]) & NO_SIGN);
+}
+
+TARGET INLINE float NAME(sum_of)(float *restrict tree, int64_t half) {
     for (half /= 2; half >= 8; half /= 2) {
         const float *restrict upper = tree + half;
         for (int64_t i = 0; i < half; i++) tree[i] = tree[i] + upper[i];
@@ -283,8 +286,8 @@ TARGET static void NAME(encode_block)(const Blocks *job, const float *p, int64_t
     const int64_t block = job->block;
     float inverse;
     if (job->form == SIGN) {
-        float mean = NAME(sum)(p, block, spare) / (float)filled;
-        *(float *)side = mean <= FLT_MAX ? mean : float_of(QUIET_NAN);
+        NAME(first_sums)(p, block, spare);
+        *(float *)side = mean_of(NAME(sum_of)(spare, block / 2), filled);
         NAME(marks)(p, block, 0, codes);
     } else if (job->form == NATURAL) {
         NAME(to_natural)(p, block, index, job->keys, codes);
@@ -343,17 +346,38 @@ TARGET static void NAME(encode_left)(const Blocks *job, const float *x, float *o
     const int64_t block = job->block;
     float inverse;
     uint32_t most = NAME(add_up)(x, owed, block, sums);
-    fetch(x + block, block);
-    fetch(owed + block, block);
     uint8_t *bytes = job->form == INT8 ? codes : (uint8_t *)spare;
     if (!NAME(scale)(most, job->top, &inverse, side)) {
         memset(codes, 0, (size_t)job->code_bytes);
         for (int64_t i = 0; i < block; i++) owed[i] = sums[i] - *side;
         return;
     }
-    NAME(nearest_left)(sums, block, inverse, *side, bytes, owed);
+    for (int64_t i = 0; i < block; i += 32) {
+        fetch_ahead(x + i, 32);
+        fetch_ahead(owed + i, 32);
+        NAME(nearest_left)(sums + i, 32, inverse, *side, bytes + i, owed + i);
+    }
     if (job->form == INT4) NAME(pack4)(bytes, block, codes);
     if (job->form == INT2) NAME(pack2)(bytes, block, codes);
+}
+
+/* The same for signs. */
+TARGET static void NAME(signs_left)(const Blocks *job, const float *restrict x, float *restrict owed, uint8_t *codes,
+                                    float *side, float *restrict sums, float *restrict spare) {
+    const int64_t block = job->block, half = block / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float low = x[i] + owed[i], high = x[i + half] + owed[i + half];
+        sums[i] = low;
+        sums[i + half] = high;
+        spare[i] = float_of(bits_of(low) & NO_SIGN) + float_of(bits_of(high) & NO_SIGN);
+    }
+    *side = mean_of(NAME(sum_of)(spare, half), block);
+    for (int64_t i = 0; i < block; i += 32) {
+        fetch_ahead(x + i, 32);
+        fetch_ahead(owed + i, 32);
+        NAME(marks)(sums + i, 32, 0, codes + i / 8);
+        NAME(from_marks)(codes + i / 8, 32, *side, owed + i, sums + i, LEFT);
+    }
 }
 
 /* -- many blocks -------------------------------------------------------------------------------- */
@@ -367,8 +391,12 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
         const int64_t start = b * block, filled = job->n - start < block ? job->n - start : block;
         const float *x = job->x + start, *p = x;
         float *owed = job->owed ? job->owed + start : NULL;
-        if (owed && job->form <= INT2 && !job->flags && filled == block) {
-            NAME(encode_left)(job, x, owed, job->codes + b * job->code_bytes, (float *)job->side + b, sums, spare);
+        if (owed && job->form <= SIGN && !job->flags && filled == block) {
+            uint8_t *codes = job->codes + b * job->code_bytes;
+            if (job->form == SIGN)
+                NAME(signs_left)(job, x, owed, codes, (float *)job->side + b, sums, spare);
+            else
+                NAME(encode_left)(job, x, owed, codes, (float *)job->side + b, sums, spare);
             continue;
         }
         if (owed) {
@@ -383,8 +411,8 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
             for (int64_t i = 0; i < block; i++) turned[i] = p[i] * job->signs[i];
             NAME(hadamard)(turned, block, job->norm);
         }
-        fetch(x + block, block); /* memory must not rest while this block is worked on */
-        if (owed) fetch(owed + block, block);
+        fetch_ahead(x, block);
+        if (owed) fetch_ahead(owed, block);
         /* Only a full block's codes fit in their place. */
         const int cut = filled < block && !(job->flags & ROTATE);
         uint8_t *codes = cut ? last : job->codes + b * job->code_bytes;
@@ -421,7 +449,7 @@ TARGET static void NAME(decode_part)(void *argument, int part, int parts) {
         const uint8_t *codes = job->codes + b * job->code_bytes;
         const uint8_t *side = (const uint8_t *)job->side + b * job->side_bytes;
         float *out = job->out + start;
-        if (job->add) fetch(out + block, block);
+        if (job->add) fetch_ahead(out, block);
         if (filled == block && !(job->flags & ROTATE)) {
             NAME(decode_block)(job, codes, side, out, NULL, bytes, mode);
             continue;

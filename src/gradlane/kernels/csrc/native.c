@@ -52,6 +52,11 @@ typedef struct {
     Found *found;
 } Pick;
 
+INLINE float mean_of(float sum, int64_t count) {
+    float mean = sum / (float)count;
+    return mean <= FLT_MAX ? mean : float_of(QUIET_NAN);
+}
+
 #define NAME(name) name##_portable
 #define TARGET
 #define WIDE 0
@@ -88,7 +93,8 @@ EXPORT int gradlane_abi(void) { return ABI; }
 EXPORT int gradlane_best_level(void) {
 #if X86
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("popcnt"))
+        return 0;
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
                ? 2

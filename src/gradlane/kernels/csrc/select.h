@@ -54,8 +54,8 @@ TARGET INLINE void NAME(scan_as)(const Pick *job, Found *found, int64_t from, in
     for (; start + 64 <= to; start += CHUNK) {
         int64_t width = to - start < CHUNK ? (to - start) / 64 * 64 : CHUNK, count = 0;
         for (int64_t i = 0; i < width; i += 64) {
-            fetch(x + start + i + CHUNK / 2, 64);
-            if (add) fetch(job->owed + start + i + CHUNK / 2, 64);
+            fetch_ahead(x + start + i, 64);
+            if (add) fetch_ahead(job->owed + start + i, 64);
             uint64_t hits = NAME(reach)(x + start + i, job->owed + start + i, add, below);
             int64_t end = count + __builtin_popcountll(hits);
             for (int first = 0; first < 2; first++, hits &= hits - 1)

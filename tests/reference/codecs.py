@@ -1,0 +1,133 @@
+"""The codecs once more, slow and plain: loops over Python numbers, with numpy only for fp32 arithmetic.
+
+Each function returns the payload's parts as lists. Nothing is imported from the library.
+"""
+
+import math
+
+import numpy as np
+
+f32 = np.float32
+MASK = 0xFFFFFFFF
+
+
+def keys_of(seed):
+    wide = (seed + 0x9E3779B97F4A7C15) % 2**64
+    wide = ((wide ^ (wide >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    wide = ((wide ^ (wide >> 27)) * 0x94D049BB133111EB) % 2**64
+    wide ^= wide >> 31
+    return wide % 2**32, wide >> 32
+
+
+def draw(index, keys):
+    bits = (index + keys[0]) & MASK
+    bits = ((bits ^ (bits >> 16)) * 0x21F0AAAD) & MASK
+    bits = ((bits ^ (bits >> 15) ^ keys[1]) * 0x735A2D97) & MASK
+    return bits ^ (bits >> 15)
+
+
+def bits_of(number):
+    return int(np.array(number, f32).view(np.uint32))
+
+
+def magnitude(number):
+    return bits_of(number) & 0x7FFFFFFF
+
+
+def packed(codes, bits):
+    """Element 0 in the lowest bits of byte 0, in two's complement."""
+    per_byte = 8 // bits
+    codes = [int(code) % 2**bits for code in codes]
+    codes += [0] * (-len(codes) % per_byte)
+    return [
+        sum(code << bits * place for place, code in enumerate(codes[start : start + per_byte]))
+        for start in range(0, len(codes), per_byte)
+    ]
+
+
+def hadamard(row):
+    row, half = list(row), len(row) // 2
+    size = len(row)
+    while half:
+        row = [
+            row[i] + row[i + half] if i % (2 * half) < half else row[i - half] - row[i] for i in range(size)
+        ]
+        half //= 2
+    return [number * f32(1 / math.sqrt(size)) for number in row]
+
+
+def signs(block, seed):
+    first, second = keys_of(seed)
+    return [f32(-1 if draw(i, (second, first)) >> 31 else 1) for i in range(block)]
+
+
+def uniform(x, seed, bits, block, stochastic=False, rotate=False):
+    levels, keys = 2 ** (bits - 1) - 1, keys_of(seed)
+    codes, scales = [], []
+    for start in range(0, len(x), block):
+        row = list(x[start : start + block])
+        if rotate:
+            row += [f32(0)] * (block - len(row))
+            row = hadamard([a * b for a, b in zip(row, signs(block, seed), strict=True)])
+        largest = max((abs(number) for number in row), key=magnitude)
+        if not np.isfinite(largest) or largest < 2.0**-100:
+            scales.append(f32(0) if largest < 2.0**-100 else f32("nan"))
+            codes += [0] * len(row)
+            continue
+        scales.append(largest / f32(levels))
+        inverse = f32(levels) / largest
+        for place, number in enumerate(row):
+            y = number * inverse
+            if stochastic:
+                chance = f32((2 * (draw(start + place, keys) >> 16) + 1) / 2**17)
+                codes.append(min(levels, max(-levels, math.floor(y + chance))))
+            else:
+                codes.append(round(float(y)))  # Python rounds half to even, too
+    return packed(codes, bits), scales
+
+
+def sign(x, block):
+    bits, scales = [], []
+    for start in range(0, len(x), block):
+        row = list(x[start : start + block])
+        tree = [abs(number) for number in row] + [f32(0)] * (block - len(row))
+        while len(tree) > 1:
+            half = len(tree) // 2
+            tree = [tree[i] + tree[i + half] for i in range(half)]
+        mean = tree[0] / f32(len(row))
+        scales.append(mean if np.isfinite(mean) else f32("nan"))
+        bits += [number < 0 for number in row]
+    return packed(bits, 1), scales
+
+
+def natural(x, seed):
+    keys, codes = keys_of(seed), []
+    for place, number in enumerate(x):
+        bits = magnitude(number)
+        up = min(254, (bits + (draw(place, keys) >> 9)) >> 23)
+        codes.append(255 if bits >= 0x7F800000 else up)
+    return codes, packed([bits_of(number) >> 31 for number in x], 1)
+
+
+def topk_exact(x, seed, slots):
+    """For fewer than 4096 elements: all that are not smaller than the slots-th largest, from a place on."""
+    start = draw(0, keys_of(seed)) * len(x) >> 32
+    threshold = max(1, sorted(map(magnitude, x))[-slots])
+    order = [*range(start, len(x)), *range(start)]
+    taken = sorted([place for place in order if magnitude(x[place]) >= threshold][:slots])
+    values = [x[place] for place in taken] + [f32(0)] * (slots - len(taken))
+    if any(magnitude(number) >= 0x7F800000 for number in x):
+        values[0] = f32("nan")
+    return values, taken + [0] * (slots - len(taken)), [len(taken)]
+
+
+def randomk(x, seed, units, run, unbiased):
+    keys, runs = keys_of(seed), -(-len(x) // run)
+    values = []
+    for unit in range(units):
+        low, high = unit * runs // units, (unit + 1) * runs // units
+        first = (low + (draw(unit, keys) * (high - low) >> 32)) * run
+        for place in range(first, first + run):
+            number = x[place] if place < len(x) else f32(0)
+            values.append(number * f32(high - low) if unbiased else number)
+    return (values,)

@@ -1,0 +1,83 @@
+/* Calls every kernel at every level on arrays of exactly the right size: for the sanitizers to watch. */
+#include "native.c"
+#include <math.h>
+#include <stdio.h>
+
+static void *exactly(int64_t bytes) {
+    void *memory = malloc((size_t)(bytes ? bytes : 1));
+    if (!memory) abort();
+    memset(memory, 0xA5, (size_t)bytes);
+    return memory;
+}
+
+static float *numbers(int64_t n, int kind, Keys keys) {
+    float *x = exactly(n * 4);
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = draw((uint32_t)i, keys);
+        x[i] = kind == 0 ? (float)(int32_t)bits * 0x1p-31f : kind == 1 ? float_of(bits) : kind == 2 ? 0.0f : 1.0f;
+    }
+    return x;
+}
+
+static void blocks(int level, int threads, int form, int flags, int64_t n, int64_t block, int kind) {
+    static const int bits[] = {8, 4, 2, 1, 8, 8, 8};
+    const int64_t count = (n + block - 1) / block, coded = flags & ROTATE ? count * block : n;
+    float *x = numbers(n, kind, (Keys){1, 2}), *owed = numbers(n, kind, (Keys){3, 4}), *out = exactly(n * 4);
+    uint8_t *codes = exactly((coded * bits[form] + 7) / 8);
+    void *side = exactly(form == NATURAL ? (n + 7) / 8 : 4 * count);
+    gradlane_encode_blocks(level, threads, form, flags, x, NULL, n, block, 5, 6, codes, side);
+    gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 0);
+    gradlane_encode_blocks(level, threads, form, flags, x, owed, n, block, 5, 6, codes, side);
+    gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 1);
+    free(x), free(owed), free(out), free(codes), free(side);
+}
+
+static void topk(int level, int threads, int64_t n, int64_t k, int narrow, int kind) {
+    float *x = numbers(n, kind, (Keys){7, 8}), *owed = numbers(n, kind, (Keys){9, 10});
+    void *values = exactly(k * (narrow ? 2 : 4));
+    uint16_t *indices = exactly(k * 2);
+    int32_t *counts = exactly((n + 65535) / 65536 * 4);
+    uint32_t exact = (uint32_t)gradlane_topk_exact(x, owed, n, k);
+    uint32_t sampled = (uint32_t)gradlane_topk_sampled(x, NULL, n, n / 7, n / 5 + 1, 1);
+    gradlane_topk_select(level, threads, x, NULL, n, sampled, n / 3, k, values, narrow, indices, counts);
+    gradlane_topk_scatter(values, narrow, indices, counts, k, n, x);
+    gradlane_topk_select(level, threads, x, owed, n, exact, n - 1, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, NULL, owed, n, 1, 0, k, values, narrow, indices, counts);
+    for (int64_t i = 0; i < k; i++) indices[i] = 0xFFFF; /* a damaged payload */
+    for (int64_t i = 0; i < (n + 65535) / 65536; i++) counts[i] = i % 2 ? INT32_MAX : -1;
+    gradlane_topk_scatter(values, narrow, indices, counts, k, n, owed);
+    free(x), free(owed), free(values), free(indices), free(counts);
+}
+
+static void randomk(int64_t n, int64_t run, int64_t units, int kind) {
+    float *x = numbers(n, kind, (Keys){1, 3}), *values = exactly(units * run * 4);
+    gradlane_random_gather(x, n, run, units, 1, 2, 1, values);
+    gradlane_random_scatter(values, n, run, units, 1, 2, -1, x);
+    free(x), free(values);
+}
+
+int main(void) {
+    static const int64_t sizes[] = {1, 7, 8, 31, 33, 63, 64, 65, 100, 511, 513, 1025, 4095, 4097, 70001};
+    const int best = gradlane_best_level();
+    for (int kind = 0; kind < 4; kind++) {
+        for (int level = 0; level <= best; level++) {
+            for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+                const int64_t n = sizes[s];
+                for (int form = INT8; form <= NATURAL; form++)
+                    for (int flags = 0; flags < (form <= INT2 ? 4 : 1); flags++)
+                        blocks(level, 1, form, flags, n, form == NATURAL ? 1024 : 32 << (s % 9), kind);
+                for (int narrow = 0; narrow < 2; narrow++) {
+                    topk(level, 1, n, n, narrow, kind);
+                    topk(level, 1, n, n / 10 + 1, narrow, kind);
+                }
+                randomk(n, 1, n / 3 + 1, kind);
+                randomk(n, 7, (n + 6) / 7, kind);
+            }
+            for (int form = INT8; form <= NATURAL; form++)
+                blocks(level, 3, form, 0, 400001, form == NATURAL ? 1024 : 256, kind);
+            topk(level, 3, 400001, 4001, kind % 2, kind);
+        }
+    }
+    printf("sanitized: levels 0 to %d\n", best);
+    return 0;
+}
