@@ -173,6 +173,24 @@ def test_what_is_not_finite_never_comes_out_finite(name, bad, numel):
 
 
 @everyone
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("numel", [1, 40, 5000, 70_001])
+def test_what_is_owed_stays_finite_whatever_comes(name, bad, numel):
+    codec = CODECS[name]
+    for place in {0, numel // 2, numel - 1}:
+        x, owed = gaussian(numel), gaussian(numel, seed=1)
+        x[place] = bad
+        before = owed.clone()
+        codec.encode_owed(x, owed, 8)
+        assert owed.isfinite().all()
+        if isinstance(codec, gl.Int8 | gl.Int4 | gl.Int2 | gl.Sign | gl.Fp8 | gl.Natural):
+            assert owed[place] == before[place]
+        once_more = codec.encode_owed(gaussian(numel), owed, 9)
+        assert owed.isfinite().all()
+        assert decoded(codec, once_more, numel, 9).isfinite().all()
+
+
+@everyone
 @pytest.mark.parametrize("scale", [1e-45, 1e-41, 1.2e-38, 1e-36, 1e-31, 1e-30, 1e30, 1e35])
 def test_very_small_and_very_large_numbers(name, scale):
     codec, x = CODECS[name], gaussian(600).clamp(-3, 3) * scale
@@ -262,3 +280,29 @@ def test_text_form(name):
 
     assert gl.parse(f"Carrier({text})", names={"Carrier": Carrier}).codec == codec
     assert hash(codec) == hash(eval(repr(codec), vars(gl).copy()))
+
+
+@everyone
+@pytest.mark.parametrize("numel", [0, 1, 33, 5000, 70_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_of_payloads_is_decoded_in_their_order(name, numel, dtype):
+    codec = CODECS[name]
+    seeds = [5, 5, 5] if codec.linear else [5, 6, 7]
+    payloads = [codec.encode(gaussian(numel, seed), seed) for seed in seeds]
+    one_by_one = torch.zeros(numel)
+    for number, (payload, seed) in enumerate(zip(payloads, seeds, strict=True)):
+        if number:
+            codec.add_decoded(payload, one_by_one, seed)
+        else:
+            codec.decode(payload, one_by_one, seed)
+    together = codec.decode_sum(payloads, torch.empty(numel, dtype=dtype), seeds)
+    assert torch.equal(together, one_by_one.to(dtype))
+
+
+@everyone
+def test_a_payload_that_can_be_scaled_stands_for_so_much_less(name):
+    codec, x = CODECS[name], gaussian(5000)
+    payload = codec.encode(x, 3)
+    whole = decoded(codec, payload, 5000, 3)
+    factor = 0.25 if codec.scale(payload, 0.25) else 1.0
+    assert torch.equal(decoded(codec, payload, 5000, 3), whole * factor)

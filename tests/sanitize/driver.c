@@ -29,6 +29,10 @@ static void blocks(int level, int threads, int form, int flags, int64_t n, int64
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 0);
     gradlane_encode_blocks(level, threads, form, flags, x, owed, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 1);
+    const uint8_t *const all_codes[] = {codes, codes, codes};
+    void *const sides[] = {side, side, side};
+    const uint32_t keys[] = {5, 6, 5, 6, 5, 6};
+    if (n) gradlane_decode_many(level, threads, form, flags, 3, all_codes, sides, keys, n, block, out);
     free(x), free(owed), free(out), free(codes), free(side);
 }
 

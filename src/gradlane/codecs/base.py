@@ -79,6 +79,7 @@ class Codec(ABC):
     def encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, out: Payload | None = None) -> Payload:
         """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
         that of p, and ``owed`` becomes p less what the payload decodes to. ``gradient`` is left as it is.
+        What is owed stays finite, whatever the gradient: where p is not, it stays as it was, or begins at 0.
         """
         payload = self._room(gradient, out)
         if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
@@ -127,7 +128,7 @@ class Codec(ABC):
         self._encode(owed, seed, payload)
         decoded = torch.empty_like(owed)
         self._decode(payload, decoded, seed)
-        owed.sub_(decoded)
+        keep_finite(owed.sub_(decoded))
 
     def _room(self, flat: Tensor, out: Payload | None) -> Payload:
         _checked(flat, type(self).__name__)
@@ -157,6 +158,12 @@ class Codec(ABC):
                 f"({wanted}), got ({', '.join(_told(part) for part in payload)}); "
                 f"make it with layout({flat.numel()})"
             )
+
+
+def keep_finite(owed: Tensor) -> None:
+    """Begin again at 0 where it is not finite. A sum tells in one pass whether there is such a place."""
+    if not torch.isfinite(owed.sum()):
+        owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _checked(flat: Tensor, codec: str) -> None:

@@ -79,9 +79,11 @@ class BlockCodec(Codec):
             )
             return
         for start, stop, rows in self._pieces(owed.numel(), owed.device):
-            piece = owed[start:stop].add_(gradient[start:stop])
-            self._encode_piece(piece, start, rows, keys, payload)
-            piece.sub_(self._decode_piece(payload, start, stop, rows, keys))
+            piece = owed[start:stop]
+            sums = piece + gradient[start:stop]
+            self._encode_piece(sums, start, rows, keys, payload)
+            left = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
+            piece.copy_(torch.where(left.isnan(), piece, left))
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
         keys = keys_of(seed)

@@ -13,7 +13,7 @@ from ..core.collectives import Payload
 from ..errors import InvalidValue
 from ..kernels.counter import draws, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout
+from .base import Codec, Layout, keep_finite
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class RandomK(Codec):
         owed.add_(gradient)
         self._encode(owed, seed, payload)
         self._scatter(payload, owed, seed, -1)
+        keep_finite(owed)
 
     def _scatter(self, payload: Payload, into: Tensor, seed: int, sign: int) -> None:
         if library := native_for(into):

@@ -13,7 +13,7 @@ from ..core.collectives import Payload
 from ..errors import InvalidValue
 from ..kernels.counter import draw, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout
+from .base import Codec, Layout, keep_finite
 from .selection import SPAN, PlainSearch, Search, scatter_selected
 
 EXACT_BELOW = 4096
@@ -63,6 +63,8 @@ class TopK(Codec):
 
     def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
         self._select(gradient, owed, seed, payload)
+        if torch.isnan(payload[0][0]):  # how it tells that something was not finite
+            keep_finite(owed)
 
     def _select(self, flat: Tensor, owed: Tensor | None, seed: int, payload: Payload) -> None:
         keys, numel, slots = keys_of(seed), flat.numel(), payload[0].numel()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .counter import Keys
 
-ABI = 1  # the same number as in csrc/native.c; raise both with every change of a signature
+ABI = 2  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
@@ -94,7 +94,7 @@ class Native:
         pairs = (c_uint32 * (2 * count))(*[key for pair in keys for key in pair])
         _or_no_memory(
             self._call["decode_many"](
-                self._level, self._threads(), form, flags, count, codes, sides, pairs, out.numel(), block,
+                *self._how(), form, flags, count, codes, sides, pairs, out.numel(), block,
                 out.data_ptr(),
             )
         )  # fmt: skip

@@ -349,7 +349,7 @@ TARGET static void NAME(encode_left)(const Blocks *job, const float *x, float *o
     uint8_t *bytes = job->form == INT8 ? codes : (uint8_t *)spare;
     if (!NAME(scale)(most, job->top, &inverse, side)) {
         memset(codes, 0, (size_t)job->code_bytes);
-        for (int64_t i = 0; i < block; i++) owed[i] = sums[i] - *side;
+        if (*side == *side) memcpy(owed, sums, (size_t)block * sizeof *owed); /* else it stays as it was */
         return;
     }
     for (int64_t i = 0; i < block; i += 32) {
@@ -376,7 +376,7 @@ TARGET static void NAME(signs_left)(const Blocks *job, const float *restrict x, 
         fetch_ahead(x + i, 32);
         fetch_ahead(owed + i, 32);
         NAME(marks)(sums + i, 32, 0, codes + i / 8);
-        NAME(from_marks)(codes + i / 8, 32, *side, owed + i, sums + i, LEFT);
+        if (*side == *side) NAME(from_marks)(codes + i / 8, 32, *side, owed + i, sums + i, LEFT);
     }
 }
 
@@ -424,8 +424,10 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
                    (size_t)(job->form == NATURAL ? (filled + 7) / 8 : job->side_bytes));
         }
         if (!owed) continue;
-        if (filled == block && !(job->flags & ROTATE)) {
-            NAME(decode_block)(job, codes, side, owed, p, (int8_t *)spare, LEFT);
+        /* What is owed stays as it was where the sum is not finite, so that it never ceases to be. */
+        if (filled == block && !(job->flags & ROTATE) && job->form != NATURAL) {
+            if (*(float *)side == *(float *)side)
+                NAME(decode_block)(job, codes, side, owed, p, (int8_t *)spare, LEFT);
             continue;
         }
         NAME(decode_block)(job, codes, side, turned, NULL, (int8_t *)spare, SET);
@@ -433,7 +435,10 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
             NAME(hadamard)(turned, block, job->norm);
             for (int64_t i = 0; i < block; i++) turned[i] *= job->signs[i];
         }
-        for (int64_t i = 0; i < filled; i++) owed[i] = p[i] - turned[i];
+        for (int64_t i = 0; i < filled; i++) {
+            const float left = p[i] - turned[i];
+            owed[i] = left == left ? left : owed[i];
+        }
     }
 }
 
