@@ -6,6 +6,7 @@ import pytest
 
 import gradlane
 from gradlane.cli import main
+from gradlane.kernels.native import kernels_in_use
 
 
 def run(*arguments):
@@ -19,7 +20,9 @@ def run(*arguments):
 
 
 def test_version():
-    assert run("--version").stdout == f"gradlane {gradlane.__version__}\n"
+    first, second = run("--version").stdout.splitlines()
+    assert first == f"gradlane {gradlane.__version__}"
+    assert second == f"kernels: {kernels_in_use()}"
 
 
 def test_help_tells_the_verbs_without_torch():

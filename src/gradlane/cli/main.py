@@ -14,9 +14,19 @@ from . import bench, demo, report, trace, train
 VERBS = (demo, bench, train, report, trace)
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        from ..kernels.native import kernels_in_use
+
+        print(f"gradlane {__version__}\nkernels: {kernels_in_use()}")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gradlane", description="Control how gradients travel in DDP.")
-    parser.add_argument("--version", action="version", version=f"gradlane {__version__}")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the version, and which kernels are in use"
+    )
     verbs = parser.add_subparsers(title="verbs", dest="verb", required=True)
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb.NAME, help=verb.HELP, description=verb.__doc__)
