@@ -9,7 +9,7 @@ from typing import Any
 
 NAME = "bench"
 HELP = "compare strategies and torch's hooks on emulated links"
-ARMS = ("Mean()", "torch.fp16", "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)")
+ARMS = ("torch.fp16", "Cast(Mean(), bfloat16)", "Sharded(Int8())", "ErrorFeedback(Sharded(Int4()))")
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

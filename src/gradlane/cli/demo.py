@@ -8,7 +8,7 @@ from pathlib import Path
 
 NAME = "demo"
 HELP = "train a small model on local processes, with and without gradlane; makes a page"
-ARMS = ("Mean()", "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)")
+ARMS = ("Mean()", "Cast(Mean(), bfloat16)", "Sharded(Int8())", "ErrorFeedback(Sharded(Int4()))")
 LINK = "100mbit"
 
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arm",
         action="append",
         metavar="STRATEGY",
-        help="a strategy to compare, as text; repeat for more (default: Mean and the casts)",
+        help="a strategy to compare, as text; repeat for more (default: Mean, bf16, int8, int4)",
     )
     parser.add_argument(
         "--out",
