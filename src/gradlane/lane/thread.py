@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -16,15 +16,16 @@ from torch.futures import Future
 
 from ..core.bucket import Bucket
 from ..core.collectives import Request, Scope
-from ..core.events import Event, Timing
+from ..core.events import Event
 from ..core.running import Running
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
 from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
+from .issued import Issued
 from .peers import Peers, Turn
-from .perform import Pending, commit, issue
+from .perform import commit, issue
 from .span import span
 
 _living: WeakSet[ThreadLane] = WeakSet()
@@ -41,18 +42,8 @@ class _Job:
     future: Future[Tensor]
     finish: Finish
     loud: bool
-    issued: _Issued | None = None
+    issued: Issued | None = None
     error: BaseException | None = None
-
-
-@dataclass(slots=True)
-class _Issued:
-    pending: Pending
-    event: Event
-    began: float  # when the strategy turned to this request
-    issued: float
-    turn: float = 0.0  # when the lane had nothing before it any more
-    answered: float = 0.0
 
 
 class ThreadLane:
@@ -189,13 +180,13 @@ class ThreadLane:
                 with span("decode"):
                     request = job.running.resume(answer)
             finally:  # it was sent, whatever the strategy makes of the answer
-                self._tell(issued, more=request is not None)
+                self._listener.heard(issued.told(last=request is None))
             if request is not None:
                 job.issued = self._issue(request, job.running, "later", issued.answered)
         assert job.running.reduced is not None
         return job.running.reduced.mean
 
-    def _issue(self, request: Request, running: Running, turn: Turn, began: float) -> _Issued:
+    def _issue(self, request: Request, running: Running, turn: Turn, began: float) -> Issued:
         bucket = running.bucket
         group = self._group(request.over, turn, bucket.step)
         event = Event.of(request, bucket, running.phase, group.size())
@@ -207,7 +198,7 @@ class ThreadLane:
             pending = issue(group, request, bucket.divisor(request.over), room)
         except RuntimeError as error:
             raise ConnectionBroke from error
-        return _Issued(pending, event, began, time.perf_counter())
+        return Issued(pending, event, began, time.perf_counter())
 
     def _group(self, over: Scope, turn: Turn, step: int) -> Any:
         with self._lock:
@@ -216,7 +207,7 @@ class ThreadLane:
             self._exchanged.add(step)
             return self._peers.group(over, turn, step)
 
-    def _answered(self, issued: _Issued) -> object:
+    def _answered(self, issued: Issued) -> object:
         event = issued.event
         try:
             with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
@@ -226,16 +217,6 @@ class ThreadLane:
         issued.turn = max(issued.issued, self._last_answer)
         issued.answered = self._last_answer = time.perf_counter()
         return answer
-
-    def _tell(self, issued: _Issued, more: bool) -> None:
-        timing = Timing(
-            began=issued.began,
-            encode=issued.issued - issued.began,
-            queued=issued.turn - issued.issued,
-            collective=issued.answered - issued.turn,
-            decode=0.0 if more else time.perf_counter() - issued.answered,
-        )
-        self._listener.heard(replace(issued.event, timing=timing))
 
     def _commit(self, step: int) -> None:
         """A step counts only when every rank has come to its end.
