@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -46,12 +46,7 @@ class Codec(ABC):
     def decode(self, payload: Payload, out: Tensor, seed: int = 0) -> Tensor:
         """What the payload stands for, written into ``out`` and returned."""
         self._check(payload, out)
-        if _holds_numbers(out):
-            wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
-            self._decode(payload, wide, seed)
-            if wide is not out:
-                out.copy_(wide)
-        return out
+        return _written(out, lambda wide: self._decode(payload, wide, seed))
 
     def add_decoded(self, payload: Payload, into: Tensor, seed: int = 0) -> None:
         """``into += decoded``, in one pass where the kernels are compiled."""
@@ -69,12 +64,7 @@ class Codec(ABC):
         """The sum of what the payloads stand for, in their order, written into ``out`` in one pass."""
         for payload in payloads:
             self._check(payload, out)
-        if _holds_numbers(out):
-            wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
-            self._decode_sum(payloads, wide, seeds)
-            if wide is not out:
-                out.copy_(wide)
-        return out
+        return _written(out, lambda wide: self._decode_sum(payloads, wide, seeds))
 
     def encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, out: Payload | None = None) -> Payload:
         """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
@@ -158,6 +148,16 @@ class Codec(ABC):
                 f"({wanted}), got ({', '.join(_told(part) for part in payload)}); "
                 f"make it with layout({flat.numel()})"
             )
+
+
+def _written(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    """``out``, written by a function that knows fp32 only."""
+    if _holds_numbers(out):
+        wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
+        write(wide)
+        if wide is not out:
+            out.copy_(wide)
+    return out
 
 
 def keep_finite(owed: Tensor) -> None:
