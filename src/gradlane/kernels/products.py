@@ -1,0 +1,93 @@
+"""Products of a gradient matrix with the thin factors of low-rank compression.
+
+A matrix g is [a, b]; a factor has one row for each rank, p [r, a] and q [r, b], so that every product runs
+along memory. ``owed`` is of the shape of g: what error feedback still has to send; m = g + owed. All are fp32
+and contiguous. Compiled kernels do the work on the CPU, plain torch everywhere else; on meta tensors nothing
+is done.
+
+``expand`` and ``orthonormalise`` give the same bits wherever they run, because every rank applies them to
+what all have agreed on. The two projections may differ in their last bits: an all-reduce follows them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue, WrongType
+from . import plain_products
+
+
+def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle: bool = False) -> None:
+    """p[k, i] = sum over j of m[i, j] q[k, j].
+
+    With ``settle`` (q must have orthonormal rows) owed becomes m - p^T q, what p leaves out. An element of it
+    that would not be finite stays as it was; where p is not finite, that is its whole row.
+    """
+    _check(g, owed, p, q, settle)
+    if g.is_meta:
+        return
+    plain_products.project_rows(g, owed, q, p, settle)
+
+
+def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, settle: bool = False) -> None:
+    """q[k, j] = sum over i of p[k, i] m[i, j].
+
+    With ``settle`` (p must have orthonormal rows) owed becomes m - p^T q. An element of it that would not be
+    finite stays as it was; where q is not finite, that is its whole column.
+    """
+    _check(g, owed, p, q, settle)
+    if g.is_meta:
+        return
+    plain_products.project_columns(g, owed, p, q, settle)
+
+
+def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """out = p^T q, each element added up in the order of the ranks, every step rounded to fp32."""
+    _check(out, None, p, q, False)
+    if out.is_meta:
+        return
+    plain_products.expand(p, q, out)
+
+
+def orthonormalise(p: Tensor) -> bool:
+    """Make the rows of p orthonormal in place: Gram-Schmidt in fp64, each row projected twice.
+
+    A row that is zero, or depends on those before it, is replaced by the unit vector that they cover least,
+    made orthogonal to them: the result is orthonormal for every finite p. If an element is not finite, p
+    stays as it is and the answer is False.
+    """
+    _check_one("p", p)
+    ranks, size = p.shape
+    if ranks > size:
+        raise InvalidValue(f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks")
+    if p.is_meta or not p.numel():
+        return True
+    return plain_products.orthonormalise(p)
+
+
+def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:
+    for name, tensor in (("matrix", g), ("p", p), ("q", q)):
+        _check_one(name, tensor)
+    ranks = p.shape[0]
+    if p.shape[1] != g.shape[0] or q.shape[1] != g.shape[1] or q.shape[0] != ranks or not ranks:
+        raise InvalidValue(
+            f"factors {tuple(p.shape)} and {tuple(q.shape)} do not fit a matrix {tuple(g.shape)}; "
+            f"they must be [r, {g.shape[0]}] and [r, {g.shape[1]}] with the same r > 0"
+        )
+    if owed is not None:
+        _check_one("owed", owed)
+        if owed.shape != g.shape:
+            raise InvalidValue(f"owed is {tuple(owed.shape)}, its matrix {tuple(g.shape)}; they must agree")
+    elif settle:
+        raise InvalidValue("settle=True without owed has nowhere to keep what is left; pass owed")
+
+
+def _check_one(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.float32:
+        raise WrongType(f"{name} is {tensor.dtype}; low-rank products take torch.float32")
+    if tensor.dim() != 2 or not tensor.is_contiguous():
+        raise InvalidValue(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            "it must be a contiguous matrix"
+        )
