@@ -95,6 +95,18 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "ef21": lambda: gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.2))),
     "ef21 sharded": lambda: gl.ErrorFeedback21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),
+    "powersgd": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1)),
+    "powersgd, as torch owes": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1, owes="mean")),
+    "powersgd twice, cold": lambda: gl.PowerSGD(2, min_compression_rate=0, iterations=2, warm_start=False),
+    "powersgd by name, bf16 memory": lambda: gl.ErrorFeedback(
+        gl.PowerSGD({"a.*": 1}, min_compression_rate=1), torch.bfloat16
+    ),
+    "powersgd bf16": lambda: gl.ErrorFeedback(
+        gl.Cast(gl.PowerSGD(1, min_compression_rate=1), torch.bfloat16)
+    ),
+    "powersgd of buckets": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=0, view="bucket")),
+    "acpsgd": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1)),
+    "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
 }
 """``Noop`` is not among them: it is the one strategy that leaves replicas different."""
@@ -106,6 +118,13 @@ OWING = (
     "top-k",
     "top-k sharded",
     "random-k",
+    "powersgd",
+    "powersgd, as torch owes",
+    "powersgd by name, bf16 memory",
+    "powersgd bf16",
+    "powersgd of buckets",
+    "acpsgd",
+    "acpsgd bf16",
     "bf16 feedback",
 )
 """Those with error feedback (EF14)."""

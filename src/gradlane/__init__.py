@@ -39,6 +39,8 @@ from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
 from .strategies.feedback import ErrorFeedback, ErrorFeedback21
 from .strategies.function import strategy_from
+from .strategies.lowrank.acpsgd import AcpSGD
+from .strategies.lowrank.powersgd import PowerSGD
 from .strategies.mean import Mean, Noop
 from .strategies.route import Route
 from .strategies.schedule import After
@@ -49,6 +51,7 @@ del torch
 
 __all__ = [
     "DGC",
+    "AcpSGD",
     "After",
     "Attachment",
     "Bucket",
@@ -72,6 +75,7 @@ __all__ = [
     "Payload",
     "PeerFailed",
     "PeerLost",
+    "PowerSGD",
     "RandomK",
     "RanksDisagree",
     "Raw",

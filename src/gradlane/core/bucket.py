@@ -48,6 +48,8 @@ class Bucket:
     owed: Tensor | None = None
     """What this rank still owes of earlier steps, flat like the gradient. Only a strategy that ``settles``
     gets it: it adds it to the gradient and leaves in it what is owed then."""
+    wire: torch.dtype | None = None
+    """A ``Cast`` outside sends floating-point payloads in this width."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """How many ranks a mean divides by, for each scope; a scope that is missing counts the world."""
     scratch: Scratch | None = field(default=None, repr=False, compare=False)
@@ -57,6 +59,13 @@ class Bucket:
         """What a mean over this scope divides by: its ranks, less those that joined early where
         ``join(divide_by_initial_world_size=False)`` asks for that."""
         return self.sizes.get(over, self.world)
+
+    def as_seen(self, mine: Tensor) -> Tensor:
+        """What the others see of a part of mine in a mean: what the ``wire`` makes of it."""
+        if self.wire is None or self.wire.itemsize >= mine.element_size():
+            return mine
+        count = self.divisor()
+        return mine.div(count).to(self.wire).to(mine.dtype).mul_(count)
 
     @property
     def names(self) -> tuple[str, ...]:

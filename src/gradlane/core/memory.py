@@ -34,7 +34,7 @@ class Memory:
         return flat if flat is not None else self._moved_to(bucket)
 
     def _moved_to(self, bucket: Bucket) -> Tensor:
-        flat = torch.zeros_like(bucket.flat, dtype=self.dtype or bucket.flat.dtype)
+        flat = torch.zeros_like(bucket.flat, dtype=self._width(bucket.flat.dtype))
         start = 0
         for slot in bucket.layout:
             old = self._take(slot)
@@ -47,6 +47,12 @@ class Memory:
         living = set(self._homes.values())
         self._flats = {layout: kept for layout, kept in self._flats.items() if layout in living}
         return flat
+
+    def _width(self, gradient: torch.dtype) -> torch.dtype:
+        """fp32 is meant as wide enough, which it is not for fp64."""
+        if gradient == torch.float64 and self.dtype == torch.float32:
+            return gradient
+        return self.dtype or gradient
 
     def _take(self, slot: Slot) -> Tensor | None:
         home = self._homes.get(slot.name)

@@ -55,11 +55,11 @@ def _pieces(matrix: Tensor) -> Iterator[slice]:
 
 
 def orthonormalise(p: Tensor) -> bool:
-    basis, sound = _gram_schmidt(p.double(), replace=False)
+    basis, sound = _gram_schmidt(p.to(torch.float64, copy=True), replace=False)
     if not sound:
         if not p.isfinite().all():
             return False
-        basis, _ = _gram_schmidt(p.double(), replace=True)
+        basis, _ = _gram_schmidt(p.to(torch.float64, copy=True), replace=True)
     p.copy_(basis.add_(0.0))  # -0 becomes 0: which of them it was depends on the version
     return True
 

@@ -2,7 +2,7 @@
 
 A matrix g is [a, b]; a factor has one row for each rank, p [r, a] and q [r, b], so that every product runs
 along memory. ``owed`` is of the shape of g: what error feedback still has to send; m = g + owed. All are fp32
-and contiguous. Compiled kernels do the work on the CPU, plain torch everywhere else; on meta tensors nothing
+or all fp64, and contiguous. Compiled kernels do the work on the CPU, plain torch everywhere else; on meta tensors nothing
 is done.
 
 ``expand`` and ``orthonormalise`` give the same bits wherever they run, because every rank applies them to
@@ -84,8 +84,8 @@ def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -
 
 
 def _check_one(name: str, tensor: Tensor) -> None:
-    if tensor.dtype != torch.float32:
-        raise WrongType(f"{name} is {tensor.dtype}; low-rank products take torch.float32")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise WrongType(f"{name} is {tensor.dtype}; low-rank products take torch.float32 or torch.float64")
     if tensor.dim() != 2 or not tensor.is_contiguous():
         raise InvalidValue(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "

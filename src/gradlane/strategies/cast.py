@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Cast(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         wire = _NarrowWire(self.dtype, bucket)
-        reduced = await intercept(self.inner.reduce(bucket), wire.answer)
+        reduced = await intercept(self.inner.reduce(replace(bucket, wire=self.dtype)), wire.answer)
         if reduced.sent is None and wire.kept is not None:
             kept, scale = wire.kept, bucket.divisor()
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..codecs.base import Codec
+from ..codecs.base import Codec, keep_finite
 from ..core.bucket import Bucket
 from ..core.collectives import note
 from ..core.memory import Memory
@@ -49,6 +49,8 @@ class ErrorFeedback(Strategy):
             reduced = await self.inner.reduce(replace(bucket, feedback=True))
             # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
             owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
+            if owed.device.type != "meta":
+                keep_finite(owed)
         if bucket.flat.device.type != "meta":
             await note(residual_square=squared_norm(owed, bucket.step))
         return Reduced(reduced.mean)

@@ -24,6 +24,8 @@ from .cast import Cast
 from .dgc import DGC
 from .exchange import Gathered, Sharded, Summed
 from .feedback import ErrorFeedback, ErrorFeedback21
+from .lowrank.acpsgd import AcpSGD
+from .lowrank.powersgd import PowerSGD
 from .mean import Mean, Noop
 from .route import Route
 from .schedule import After
@@ -33,7 +35,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
     for part in (
         *(Mean, Noop, Cast, WeightedMean, After, Route),
-        *(Summed, Gathered, Sharded, ErrorFeedback, ErrorFeedback21, DGC),
+        *(Summed, Gathered, Sharded, ErrorFeedback, ErrorFeedback21, DGC, PowerSGD, AcpSGD),
     )
 }
 CODECS: dict[str, Callable[..., Any]] = {

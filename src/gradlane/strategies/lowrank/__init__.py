@@ -1,0 +1,1 @@
+"""Gradient matrices as products of two thin factors: PowerSGD and its kin."""

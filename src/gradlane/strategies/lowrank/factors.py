@@ -1,0 +1,110 @@
+"""Factors: where they are kept between steps, and how they lie in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.bucket import Bucket
+from ...core.memory import Memory
+from ...errors import WrongType
+from ...kernels.products import orthonormalise
+from .cut import Cut, Matrix, slot_of
+
+SALT = 0x10F4  # of the first factors
+
+
+class Message(NamedTuple):
+    """The rest of a bucket in front, if it rides along, then one factor after the other."""
+
+    flat: Tensor
+    rest: Tensor
+    factors: list[Tensor]
+
+
+def message_for(bucket: Bucket, use: str, cut: Cut, sizes: Sequence[int], *, rest: bool) -> Message:
+    """Room for factors of ``sizes`` columns, the same buffer in every step."""
+    ahead = cut.rest_numel() if rest else 0
+    numel = ahead + sum(m.rank * size for m, size in zip(cut.matrices, sizes, strict=True))
+    return message_in(bucket.empty(use, numel, width(bucket)), cut, sizes, ahead)
+
+
+def message_in(flat: Tensor, cut: Cut, sizes: Sequence[int], ahead: int) -> Message:
+    counts = [ahead, *(m.rank * size for m, size in zip(cut.matrices, sizes, strict=True))]
+    parts = torch.split_with_sizes(flat, counts)
+    shaped = [part.view(m.rank, size) for part, m, size in zip(parts[1:], cut.matrices, sizes, strict=True)]
+    return Message(flat, parts[0], shaped)
+
+
+def width(bucket: Bucket) -> torch.dtype:
+    """Factors are computed in fp32 at least: products of fp16 numbers overflow."""
+    return torch.promote_types(bucket.flat.dtype, torch.float32)
+
+
+def widened(bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+    """The gradient and what is owed, as wide as the factors; themselves where they are."""
+    if bucket.flat.is_sparse:
+        name = bucket.names[0]
+        raise WrongType(
+            f"the sparse gradient of {name!r} has no low rank to find; give it a strategy of its own with "
+            f"Route({{{name!r}: Mean()}}, otherwise=...), or use a dense embedding"
+        )
+    flat, owed, wide = bucket.flat, bucket.owed, width(bucket)
+    if flat.dtype != wide:
+        flat = bucket.empty("wide gradient", flat.numel(), wide).copy_(flat)
+    if owed is not None and owed.dtype != wide:
+        owed = bucket.empty("wide debt", owed.numel(), wide).copy_(owed)
+    return flat, owed
+
+
+def narrowed_back(bucket: Bucket, flat: Tensor, owed: Tensor | None) -> Tensor:
+    """The answer in the gradient's own width, and the debt in that of its memory."""
+    if owed is not None and bucket.owed is not None and owed is not bucket.owed:
+        bucket.owed.copy_(owed)
+    return flat if flat is bucket.flat else bucket.flat.copy_(flat)
+
+
+def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
+    """The factor of the last step, rank x ``size``, orthonormal; drawn anew, alike on all ranks, where
+    there is none. Where the rank has grown since, rows are drawn to it."""
+    kept = memory.get(matrix.name)
+    if kept is not None and kept.shape == (matrix.rank, size):
+        return kept
+    fresh = drawn(bucket, matrix, size, seed)
+    if kept is not None and kept.shape[1] == size:
+        both = min(len(kept), matrix.rank)
+        fresh[:both] = kept[:both]
+    orthonormalise(fresh)
+    return fresh
+
+
+def drawn(bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
+    """Gaussian, from a seed of this matrix alone: the same in whatever bucket it comes."""
+    if bucket.flat.device.type == "meta":
+        return torch.empty(matrix.rank, size, dtype=width(bucket), device="meta")
+    alone = replace(bucket, layout=(slot_of(matrix),))
+    generator = torch.Generator().manual_seed(alone.seed(SALT + seed, shared=True))
+    rows = torch.randn(matrix.rank, size, generator=generator, dtype=width(bucket))
+    return rows.to(bucket.flat.device)
+
+
+def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:
+    """For the next step, orthonormal: so a product with it is as large as the gradient, never its square.
+
+    A row without content becomes a direction of its own, so that what begins with zeros can grow.
+    """
+    kept = memory.get(matrix.name)
+    if kept is None or kept.shape != factor.shape:
+        kept = factor.clone()
+        memory.put(matrix.name, kept)
+    else:
+        kept.copy_(factor)
+    orthonormalise(kept)
+
+
+def finite(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta" or bool(tensor.isfinite().all())

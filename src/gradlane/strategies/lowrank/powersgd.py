@@ -1,0 +1,187 @@
+"""PowerSGD: one power iteration a step, that goes on from the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.bucket import Bucket
+from ...core.collectives import all_reduce
+from ...core.memory import Memory
+from ...core.strategy import Reduced, Strategy
+from ...errors import InvalidValue
+from ...kernels.products import expand, orthonormalise, project_columns, project_rows
+from .cut import Cut, Rank, View, check_common, cut
+from .factors import (
+    Message,
+    finite,
+    keep_factor,
+    kept_factor,
+    message_for,
+    message_in,
+    narrowed_back,
+    widened,
+)
+
+Owes = Literal["own", "mean"]
+
+
+@dataclass
+class PowerSGD(Strategy):
+    """PowerSGD (Vogels et al., 2019), for each gradient matrix M of a x b, what is owed included:
+
+    1. P = M Q, averaged over the ranks. Q is that of the last step. What is no matrix, or too small to
+       gain by it, rides in the same message as it is.
+    2. P is made orthonormal.
+    3. Q = M^T P, averaged.
+    4. The answer is P Q^T: r (a + b) numbers were sent instead of a b.
+
+    Wrap it in ``ErrorFeedback``. What a rank owes then is M less P (M^T P)^T with its *own* M^T P, and stays
+    bounded; ``owes="mean"`` takes the averaged one, as the paper and torch have it, and grows with the
+    root of the steps. Dense parts owe nothing.
+
+    ``rank`` is a number, a dict of name patterns (what none of them matches is dense), or a function of name
+    and shape. A matrix travels as factors where that saves more than ``min_compression_rate``.
+    ``view="bucket"`` makes one nearly square matrix of the whole bucket. Gradients of fp16 and bf16 are
+    computed with in fp32.
+    """
+
+    rank: Rank = 4
+    min_compression_rate: float = 2
+    iterations: int = 1
+    warm_start: bool = True
+    view: View = "tensor"
+    owes: Owes = "own"
+    seed: int = 0
+    factors: Memory | None = None
+    settles: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_common("PowerSGD", self.rank, self.min_compression_rate, self.view)
+        if self.iterations < 1:
+            raise InvalidValue(f"PowerSGD iterations={self.iterations}; use 1 or more")
+        if self.owes not in ("own", "mean"):
+            raise InvalidValue(f"PowerSGD owes={self.owes!r}; use 'own', or 'mean' as torch does")
+        self.factors = self.factors or Memory()
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        assert self.factors is not None
+        step = _Step(bucket, cut(bucket, self.rank, self.min_compression_rate, self.view), self.owes)
+        memory = self.factors if self.warm_start else Memory()
+        qs = [kept_factor(memory, bucket, m, m.columns, self.seed) for m in step.cut.matrices]
+        for left in reversed(range(self.iterations)):
+            await step.rows(qs)  # 1, 2
+            if not step.cut.matrices:
+                break
+            qs = await step.columns(last=not left)  # 3
+        step.answer(qs)  # 4
+        if self.warm_start:
+            for matrix, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True):
+                if fine:
+                    keep_factor(memory, matrix, q)
+        return Reduced(narrowed_back(bucket, step.flat, step.owed), step.sent())
+
+
+class _Step:
+    """One bucket on its way through the algorithm."""
+
+    def __init__(self, bucket: Bucket, cut: Cut, owes: Owes) -> None:
+        self.bucket, self.cut = bucket, cut
+        self.flat, self.owed = widened(bucket)
+        self.own = owes == "own"
+        self.ps: list[Tensor] = []
+        self.fine = [True] * len(cut.matrices)
+        """Per matrix: all numbers so far are finite. They come from the wire, so all ranks see the same."""
+        self._rest: Tensor | None = None
+        self._mine: tuple[Tensor, Tensor] | None = None  # the rest and Q as this rank sent them
+        if self.owed is not None and not self.own:
+            self.owed.add_(self.flat)  # M, until the answer is taken off
+            self.given, self.debt = self.owed, None
+        else:
+            self.given, self.debt = self.flat, self.owed
+
+    async def rows(self, qs: list[Tensor]) -> None:
+        """P, averaged and orthonormal; the rest of the bucket goes with the first."""
+        first = self._rest is None
+        message = self._message("factors P", [m.rows for m in self.cut.matrices], rest=first)
+        if first:
+            self.cut.gather(self.given, self.debt, message.rest)
+            if self.bucket.feedback:
+                self._mine = (message.rest.clone(), message.rest[:0])
+        for place, (q, p) in enumerate(zip(qs, message.factors, strict=True)):
+            project_rows(*self._matrix(place), q, p)
+        message = await self._averaged(message, [m.rows for m in self.cut.matrices])
+        if first:
+            self._rest = message.rest
+        self.ps = message.factors
+        self.fine = [fine and orthonormalise(p) for fine, p in zip(self.fine, self.ps, strict=True)]
+
+    async def columns(self, last: bool) -> list[Tensor]:
+        """Q, averaged; in the last turn the rank's own is taken off what it owes."""
+        sizes = [m.columns for m in self.cut.matrices]
+        message = self._message("factors Q", sizes, rest=False)
+        for place, (p, q) in enumerate(zip(self.ps, message.factors, strict=True)):
+            given, debt = self._matrix(place)
+            if self.fine[place]:
+                project_columns(given, debt, p, q, settle=last and debt is not None)
+            else:  # what is owed stays as it was
+                q.zero_()
+        if last and self._mine is not None:
+            self._mine = (self._mine[0], message.flat.clone())
+        message = await self._averaged(message, sizes)
+        if not finite(message.flat):
+            self.fine = [fine and finite(q) for fine, q in zip(self.fine, message.factors, strict=True)]
+        return message.factors
+
+    def answer(self, qs: list[Tensor]) -> None:
+        for matrix, p, q, fine in zip(self.cut.matrices, self.ps, qs, self.fine, strict=True):
+            if fine:
+                expand(p, q, matrix.of(self.flat))
+            else:
+                matrix.of(self.flat).fill_(torch.nan)
+        assert self._rest is not None
+        self.cut.scatter(self._rest, self.flat)
+        if self.owed is None:
+            return
+        if not self.own:
+            self.owed.sub_(self.flat)
+            self.owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            return
+        for place in self.cut.rest:  # it was sent whole
+            self.owed[place].masked_fill_(self.flat[place].isfinite(), 0.0)
+
+    def sent(self) -> Callable[[], Tensor] | None:
+        """What the others saw of this rank, for a wrapper that asks."""
+        if not self.bucket.feedback:
+            return None
+        if not self.own:
+            return lambda: self.flat.to(self.bucket.flat.dtype, copy=True)
+
+        def mine() -> Tensor:
+            assert self._mine is not None
+            rest, q = (self.bucket.as_seen(part) for part in self._mine)
+            out = torch.empty_like(self.flat)
+            self.cut.scatter(rest, out)
+            qs = message_in(q, self.cut, [m.columns for m in self.cut.matrices], 0).factors
+            for matrix, p, own, fine in zip(self.cut.matrices, self.ps, qs, self.fine, strict=True):
+                if fine:
+                    expand(p, own, matrix.of(out))
+                else:
+                    matrix.of(out).zero_()
+            return out.to(self.bucket.flat.dtype)
+
+        return mine
+
+    def _matrix(self, place: int) -> tuple[Tensor, Tensor | None]:
+        matrix = self.cut.matrices[place]
+        return matrix.of(self.given), None if self.debt is None else matrix.of(self.debt)
+
+    def _message(self, use: str, sizes: list[int], *, rest: bool) -> Message:
+        return message_for(self.bucket, use, self.cut, sizes, rest=rest)
+
+    async def _averaged(self, message: Message, sizes: list[int]) -> Message:
+        return message_in(await all_reduce(message.flat), self.cut, sizes, message.rest.numel())
