@@ -13,7 +13,7 @@ from ..core.collectives import Payload
 from ..errors import InvalidValue, WrongType
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-OWED = (torch.float32, torch.bfloat16)
+OWED = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Codec(ABC):
@@ -74,10 +74,13 @@ class Codec(ABC):
         payload = self._room(gradient, out)
         if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
             raise InvalidValue(
-                f"owed is {_told(owed)}; it must be float32 or bfloat16 and otherwise like the gradient, "
+                f"owed is {_told(owed)}; it must be float32, bfloat16 or float64 and otherwise like the gradient, "
                 f"which is {_told(gradient)}"
             )
-        if _holds_numbers(gradient):
+        if _holds_numbers(gradient) and owed.dtype == torch.float64:  # what fp32 cannot hold is owed too
+            self._encode(_single(owed.add_(gradient)), seed, payload)
+            keep_finite(owed.sub_(self.decode(payload, torch.empty_like(owed), seed)))
+        elif _holds_numbers(gradient):
             wide = owed if _is_single(owed) else owed.to(torch.float32).contiguous()
             self._encode_owed(_single(gradient), wide, seed, payload)
             if wide is not owed:

@@ -1,8 +1,8 @@
 """Products of a gradient matrix with the thin factors of low-rank compression.
 
 A matrix g is [a, b]; a factor has one row for each rank, p [r, a] and q [r, b], so that every product runs
-along memory. ``owed`` is of the shape of g: what error feedback still has to send; m = g + owed. All are fp32,
-or all fp64, and contiguous. Compiled kernels do the work for fp32 on the CPU, plain torch everywhere else;
+along memory. ``owed`` is of the shape of g: what error feedback still has to send; m = g + owed. All are
+fp32, or all fp64, and contiguous. Compiled kernels do the work for fp32 on the CPU, plain torch elsewhere;
 on meta tensors nothing is done.
 
 ``expand`` and ``orthonormalise`` give the same bits wherever they run, because every rank applies them to
