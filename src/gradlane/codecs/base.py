@@ -74,8 +74,8 @@ class Codec(ABC):
         payload = self._room(gradient, out)
         if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
             raise InvalidValue(
-                f"owed is {_told(owed)}; it must be float32, bfloat16 or float64 and otherwise like the gradient, "
-                f"which is {_told(gradient)}"
+                f"owed is {_told(owed)}; it must be float32, bfloat16 or float64 and otherwise like the "
+                f"gradient, which is {_told(gradient)}"
             )
         if _holds_numbers(gradient) and owed.dtype == torch.float64:  # what fp32 cannot hold is owed too
             self._encode(_single(owed.add_(gradient)), seed, payload)
