@@ -54,6 +54,18 @@ class NodeFirst(gl.Strategy):
         return gl.Reduced(await gl.all_reduce(flat, over="cross"))
 
 
+@dataclass
+class ClippedMean(gl.Strategy):
+    """The mean of gradients, each of which is clipped as a whole, over all buckets."""
+
+    norm: float = 1.0
+
+    async def reduce(self, bucket: gl.Bucket) -> gl.Reduced:
+        square = await gl.step_sum(bucket.flat.double().square().sum())
+        scale = (self.norm / square.sqrt().clamp(min=1e-30)).clamp(max=1.0)
+        return gl.Reduced(await gl.all_reduce(bucket.flat.mul_(scale.to(bucket.flat.dtype))))
+
+
 @gl.strategy_from
 async def largest(bucket):
     return await gl.all_reduce(bucket.flat, op="max")
@@ -79,6 +91,8 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "gathered bf16": lambda: gl.Cast(GatheredMean(), torch.bfloat16),
     "sharded": ShardedMean,
     "node first": NodeFirst,
+    "clipped": ClippedMean,
+    "clipped bf16": lambda: gl.Cast(ClippedMean(), torch.bfloat16),
     "int8": lambda: gl.Gathered(gl.Int8()),
     "int8 sharded": lambda: gl.Sharded(gl.Int8(block=32)),
     "int4 stochastic rotated": lambda: gl.Sharded(gl.Int4(block=32, rounding="stochastic", rotate=True)),

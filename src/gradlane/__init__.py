@@ -15,7 +15,7 @@ from .codecs.sign import Sign
 from .codecs.topk import TopK
 from .codecs.uniform import Int2, Int4, Int8
 from .core.bucket import Bucket, Slot
-from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note
+from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note, step_sum
 from .core.events import Event, StepTimes, Timing
 from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
@@ -106,5 +106,6 @@ __all__ = [
     "note",
     "parse",
     "shutdown",
+    "step_sum",
     "strategy_from",
 ]

@@ -158,9 +158,63 @@ def test_stream_lane_with_torchs_fake_group():
         attachment.swap(raises)
         with pytest.raises(ZeroDivisionError, match="here"):
             ddp(data(0, 4)).backward()
-        attachment.swap("Mean()")
+
+        @gl.strategy_from
+        async def meets(bucket):
+            count = await gl.step_sum(torch.ones(()))
+            flat = await gl.all_reduce(bucket.flat)
+            assert count > 2
+            if bucket.step == 6 and bucket.index == 1:
+                raise ArithmeticError("after the sum")
+            return flat.fill_(float(count))
+
+        attachment.swap(meets)
+        ddp.zero_grad()
         ddp(data(0, 5)).backward()
+        assert ddp.module.scale.grad > 2
+        with pytest.raises(ArithmeticError, match="after the sum"):
+            ddp(data(0, 6)).backward()
+        attachment.swap("Mean()")
+        ddp(data(0, 7)).backward()
         attachment.close()
         del ddp, attachment
     finally:
         dist.destroy_process_group()
+
+
+def clipped_as_a_whole(rank, broken_at):
+    """A norm over several buckets, with delays; one rank raises after the sum, in one step."""
+    from ..catalogue import ClippedMean
+
+    @dataclass
+    class Breaking(ClippedMean):
+        async def reduce(self, bucket):
+            square = await gl.step_sum(bucket.flat.double().square().sum())
+            if (rank, bucket.step, bucket.index) == (1, broken_at, 3):
+                raise ArithmeticError("here")
+            return gl.Reduced(await gl.all_reduce(bucket.flat / square.sqrt().float()))
+
+    ddp = DistributedDataParallel(build(depth=6), bucket_cap_mb=0.003)
+    jitter = random.Random(rank)
+    for layer in ddp.module.layers:
+        layer.weight.register_hook(lambda grad: time.sleep(jitter.random() * 0.004))
+    norms, errors = [], []
+    with gl.attach(ddp, Breaking(), timeout=20) as attachment:
+        for step in range(5):
+            ddp.zero_grad()
+            try:
+                ddp(data(0, step)).backward()  # the same data: then the mean has the norm of each
+            except (ArithmeticError, gl.PeerFailed) as error:
+                errors.append((step, type(error).__name__))
+            else:
+                norms.append(
+                    torch.cat([p.grad.flatten() for p in ddp.parameters() if p.requires_grad]).norm()
+                )
+        assert attachment.metrics()["comm/collectives"] >= 4 * 4  # several buckets in each step
+    return [round(float(norm), 4) for norm in norms], errors
+
+
+def test_a_step_sum_spans_the_buckets_of_a_backward_and_a_failure_after_it_loses_one_step():
+    norms, errors = zip(*run_ranks(clipped_as_a_whole, 3, 2), strict=True)
+    assert norms == ([1.0] * 4,) * 3
+    assert errors == ([(2, "PeerFailed")], [(2, "ArithmeticError")], [(2, "PeerFailed")])

@@ -211,3 +211,47 @@ def test_dry_run_refuses_nonsense():
 )  # fmt: skip
 def test_wire_bytes_by_algorithm(kind, size, expected):
     assert wire_bytes(kind, 1200, size) == expected
+
+
+def test_a_step_sum_is_over_all_buckets_whatever_comes_before_and_after():
+    heard = []
+
+    @gl.strategy_from
+    async def twice(bucket):
+        flat = await gl.all_reduce(bucket.flat)
+        once = await gl.step_sum(torch.tensor([bucket.index, 1.0]))
+        flat = await gl.all_reduce(flat)
+        heard.append((bucket.index, once.tolist(), (await gl.step_sum(once)).tolist()))
+        return flat
+
+    shapes = dict.fromkeys("abc", (4,))
+    ranks = gl.Simulation(twice, world=2, bucket_bytes=16)
+    ranks.step([{name: torch.ones(shape) for name, shape in shapes.items()}] * 2)
+    assert heard == [(n, [3.0, 3.0], [9.0, 9.0]) for n in (0, 0, 1, 1, 2, 2)]
+    trace = gl.dry_run(twice, shapes, world=2, bucket_bytes=16)
+    assert [(e.bucket, e.phase) for e in trace.events] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert list(trace.events) == ranks.events
+
+
+def test_ranks_that_do_not_all_wait_for_the_step_disagree():
+    @gl.strategy_from
+    async def some(bucket):
+        if bucket.rank:
+            await gl.step_sum(torch.ones(1))
+        return bucket.flat
+
+    with pytest.raises(
+        gl.RanksDisagree, match="rank 1 waits for the step's other buckets, rank 0 has finished"
+    ):
+        gl.Simulation(some, world=2).step([{"w": torch.ones(2)}] * 2)
+
+
+def test_buckets_that_add_up_different_things_are_told():
+    @gl.strategy_from
+    async def different(bucket):
+        await gl.step_sum(torch.ones(1 + bucket.index))
+        return bucket.flat
+
+    grads = [{"a": torch.ones(4), "b": torch.ones(4)}] * 2
+    with pytest.raises(gl.WrongType, match=r"step_sum of torch.float32 \[2\], an earlier bucket gave"):
+        gl.Simulation(different, world=2, bucket_bytes=16).step(grads)

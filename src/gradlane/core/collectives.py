@@ -68,6 +68,16 @@ class Note:
         yield self
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSum:
+    """One bucket's part of a sum over all buckets of the step; needs no network."""
+
+    tensor: Tensor
+
+    def __await__(self) -> Generator[StepSum, Tensor, Tensor]:
+        return (yield self)
+
+
 async def all_reduce(tensor: Tensor, *, op: Op = "mean", over: Scope = "world") -> Tensor:
     """Combine one tensor over all ranks; the answer has its shape and dtype, bit-equal on every rank.
 
@@ -108,6 +118,18 @@ async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> l
     """
     checked = tuple(_payload(payload, "all_to_all") for payload in payloads)
     return cast("list[Payload]", await Request("all_to_all", checked, None, _scope(over)))
+
+
+async def step_sum(tensor: Tensor) -> Tensor:
+    """The sum of this tensor over all buckets of the step that ask for it, on this rank.
+
+    The way to know something of the whole gradient, its norm say, where a strategy sees a bucket at a time.
+    All that ask wait for the step's last bucket, so what follows cannot overlap with backward; what was
+    awaited before can. Every bucket gets the same tensor: do not overwrite it.
+    """
+    if not isinstance(tensor, Tensor):
+        raise WrongType(f"step_sum takes a tensor, got {type(tensor).__name__}")
+    return await StepSum(tensor)
 
 
 async def note(**figures: Tensor | float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from inspect import iscoroutine
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import WrongType
 from .bucket import Bucket
-from .collectives import Note, Request
+from .collectives import Note, Request, StepSum
 from .strategy import Reduced, Strategy
 
 T = TypeVar("T")
@@ -24,13 +24,18 @@ class Running:
         self.strategy = strategy
         self.bucket = bucket
         self.request: Request | None = None
+        self.meeting: StepSum | None = None  # while it waits for the other buckets of its step
         self.phase = -1
         self.reduced: Reduced | None = None
         self._take_note = take_note
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     def resume(self, answer: object = None) -> Request | None:
-        """Go on with the answer to the last request; the next request, or None when done."""
+        """Go on with the answer to the last request, or the sum that was waited for.
+
+        The next request; None when done, or when ``meeting`` is set.
+        """
+        self.meeting = None
         if self._coroutine is None:
             self._coroutine = _started(self.strategy, self.bucket)
         while True:
@@ -43,11 +48,14 @@ class Running:
                 self.request = asked
                 self.phase += 1
                 return asked
+            if isinstance(asked, StepSum):
+                self.meeting = asked
+                return None
             if not isinstance(asked, Note):
                 self.close()
                 raise WrongType(
                     f"{type(self.strategy).__name__}.reduce awaited {_kind(asked)}; a strategy may "
-                    "only await gradlane.all_reduce, all_gather, all_to_all and note "
+                    "only await gradlane.all_reduce, all_gather, all_to_all, step_sum and note "
                     "(there is no event loop)"
                 )
             self._take_note(self.bucket, asked)
@@ -59,12 +67,29 @@ class Running:
         names = bucket.names
         held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "nothing"
         phase = "before its first request" if self.request is None else f"phase {self.phase}: {self.request}"
+        if self.meeting is not None:
+            phase += ", waiting for the step's other buckets"
         return f"{type(self.strategy).__name__}, step {bucket.step}, bucket {bucket.index} ({held}), {phase}"
 
     def close(self) -> None:
         """Give up: run the coroutine's ``finally`` blocks and forget it."""
         if self._coroutine is not None:
             self._coroutine.close()
+
+
+def step_total(waiting: Sequence[Running]) -> Tensor:
+    """What ``step_sum`` answers to buckets that wait, in their order."""
+    tensors = [running.meeting.tensor for running in waiting if running.meeting is not None]
+    for running, tensor in zip(waiting, tensors, strict=True):
+        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
+            raise WrongType(
+                f"{running.where()}: step_sum of {tensor.dtype} {list(tensor.shape)}, an earlier bucket gave "
+                f"{tensors[0].dtype} {list(tensors[0].shape)}; all buckets of a step give the same"
+            )
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
 
 
 async def intercept(coroutine: Coroutine[Any, Any, T], answer: Callable[[Request], Awaitable[Any]]) -> T:

@@ -1,11 +1,16 @@
-"""A request under way, and where its time goes."""
+"""A bucket on the lane, and the request of it that is under way."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+from torch.futures import Future
+
 from ..core.events import Event, Timing
+from ..core.running import Running
+from .base import Finish
 from .perform import Pending
 
 
@@ -28,3 +33,13 @@ class Issued:
             decode=time.perf_counter() - self.answered if last else 0.0,
         )
         return replace(self.event, timing=timing)
+
+
+@dataclass(slots=True)
+class Job:
+    running: Running
+    future: Future[Tensor]
+    finish: Finish
+    loud: bool
+    issued: Issued | None = None
+    error: BaseException | None = None

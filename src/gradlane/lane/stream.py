@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,19 @@ from torch.futures import Future
 
 from ..core.bucket import Bucket
 from ..core.events import Event, Timing
-from ..core.running import Running
+from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
-from .base import Finish, Listener, completed_future, same
+from .base import Finish, Listener, same
 from .perform import perform_on_stream
 from .span import span
+
+
+@dataclass(slots=True)
+class _Waiting:
+    running: Running
+    future: Future[Tensor]
+    finish: Finish
 
 
 class StreamLane:
@@ -33,30 +40,52 @@ class StreamLane:
         self._device = device
         self._stream = torch.Stream(device) if device.type in ("cuda", "xpu") else None
         self._failure: BaseException | None = None
+        self._waiting: list[_Waiting] = []  # for their step's other buckets
         self._where = "idle"
 
     @torch.no_grad()
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
     ) -> Future[Tensor]:
-        running = Running(strategy, bucket, self._listener.noted)
+        job = _Waiting(
+            Running(strategy, bucket, self._listener.noted),
+            Future(devices=[self._device] if self._stream else []),
+            finish,
+        )
+        if bucket.index == 0:
+            self._waiting.clear()  # of a backward that was given up
+        self._waiting.append(job)
         with self._on_stream():
             try:
-                mean = self._driven(running)
+                self._advance(job, None)
+                while bucket.is_last and self._waiting:
+                    total = step_total([waiting.running for waiting in self._waiting])
+                    for waiting in list(self._waiting):
+                        self._advance(waiting, total)
             except Exception as error:
-                running.close()
+                lost, self._waiting = self._waiting, []
+                for waiting in lost:
+                    waiting.running.close()
+                    if waiting is not job or not loud:
+                        waiting.future.set_result(waiting.finish(waiting.running.bucket.flat))
                 if loud:
                     raise
                 self._failure = error
-                return completed_future(finish(bucket.flat))
-            future: Future[Tensor] = Future(devices=[self._device] if self._stream else [])
-            future.set_result(finish(mean))  # records an event on the side stream; DDP's stream waits for it
-            return future
+        return job.future
 
-    def _driven(self, running: Running) -> Tensor:
+    def _advance(self, job: _Waiting, answer: object) -> None:
+        """To its end, or to where it waits for the step's other buckets."""
+        self._drive(job.running, answer)
+        if job.running.meeting is None:
+            assert job.running.reduced is not None
+            self._waiting.remove(job)
+            # Records an event on the side stream; DDP's stream waits for it.
+            job.future.set_result(job.finish(job.running.reduced.mean))
+
+    def _drive(self, running: Running, answer: object) -> None:
         began = time.perf_counter()
         with span("encode"):
-            request = running.resume()
+            request = running.resume(answer)
         while request is not None:
             if request.over != "world":
                 raise InvalidValue(f"over={request.over!r} is not available on this backend; use 'world'")
@@ -73,9 +102,7 @@ class StreamLane:
             timing = Timing(began, asked - began, 0.0, answered - asked, decode)
             self._listener.heard(replace(event, timing=timing))
             began = answered
-        assert running.reduced is not None
         self._where = "idle"
-        return running.reduced.mean
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         if self._stream is None:

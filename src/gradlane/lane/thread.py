@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -17,13 +16,13 @@ from torch.futures import Future
 from ..core.bucket import Bucket
 from ..core.collectives import Request, Scope
 from ..core.events import Event
-from ..core.running import Running
+from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
 from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
-from .issued import Issued
+from .issued import Issued, Job
 from .peers import Peers, Turn
 from .perform import commit, issue
 from .span import span
@@ -34,16 +33,6 @@ _living: WeakSet[ThreadLane] = WeakSet()
 def living_lanes() -> list[ThreadLane]:
     """The lanes of this process that are not closed; a watchdog asks them ``where``."""
     return list(_living)
-
-
-@dataclass(slots=True)
-class _Job:
-    running: Running
-    future: Future[Tensor]
-    finish: Finish
-    loud: bool
-    issued: Issued | None = None
-    error: BaseException | None = None
 
 
 class ThreadLane:
@@ -62,7 +51,7 @@ class ThreadLane:
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
         self._peers = peers
         self._listener = listener
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._waiting = 0  # jobs that are not done
@@ -70,7 +59,8 @@ class ThreadLane:
         self._stopped_step: int | None = None  # the hook issues nothing more in this step
         self._failed_step: int | None = None  # nor does the thread
         self._error: tuple[str, BaseException] | None = None  # what went wrong first, and where
-        self._lost: list[_Job] = []  # jobs of the failed step, until its connections are closed
+        self._open: list[Job] = []  # jobs that wait for their step's other buckets, or are served now
+        self._lost: list[Job] = []  # jobs of the failed step, until its connections are closed
         self._failure: BaseException | None = None  # for the trainer
         self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
@@ -85,7 +75,7 @@ class ThreadLane:
     ) -> Future[Tensor]:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
-        job = _Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
+        job = Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
         with self._lock:
             self._waiting += 1
             self._idle.clear()
@@ -99,7 +89,7 @@ class ThreadLane:
         self._jobs.put(job)
         return job.future
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: Job) -> None:
         began = time.perf_counter()
         with span("encode"):
             request = job.running.resume()
@@ -152,27 +142,47 @@ class ThreadLane:
                     if not self._waiting:
                         self._idle.set()
 
-    def _serve(self, job: _Job) -> None:
-        running = self._serving = job.running
-        bucket = running.bucket
+    def _serve(self, job: Job) -> None:
+        self._serving = job.running
+        bucket = job.running.bucket
+        if bucket.index == 0:
+            self._open.clear()  # of a backward that was given up
+        self._open.append(job)
         try:
             if self._failed_step == bucket.step:
-                self._lose(job)
+                self._lose_all()
                 return
             if job.error is not None:
                 raise job.error
-            mean = self._finished(job)
+            self._advance(job)
             if bucket.is_last:
+                self._meet()
                 self._commit(bucket.step)
+                self._deliver(job)
         except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
-            self._fail(running, error)
-            self._lose(job)
-        else:
-            job.future.set_result(job.finish(mean))
+            self._fail(self._serving, error)
+            self._lose_all()
         finally:
             self._serving = None
 
-    def _finished(self, job: _Job) -> Tensor:
+    def _meet(self) -> None:
+        """The step's last bucket is here: all that wait for a sum over the step get it, in their order."""
+        while waiting := [job for job in self._open if job.running.meeting is not None]:
+            total = step_total([job.running for job in waiting])
+            for job in waiting:
+                self._serving, began = job.running, time.perf_counter()
+                request = job.running.resume(total)
+                if request is not None:
+                    job.issued = self._issue(request, job.running, "later", began)
+                self._advance(job)
+
+    def _deliver(self, job: Job) -> None:
+        assert job.running.reduced is not None
+        self._open.remove(job)
+        job.future.set_result(job.finish(job.running.reduced.mean))
+
+    def _advance(self, job: Job) -> None:
+        """To its end, or to where it waits for the step's other buckets. The last waits for all to end."""
         while (issued := job.issued) is not None:
             answer = self._answered(issued)
             job.issued = request = None
@@ -183,8 +193,8 @@ class ThreadLane:
                 self._listener.heard(issued.told(last=request is None))
             if request is not None:
                 job.issued = self._issue(request, job.running, "later", issued.answered)
-        assert job.running.reduced is not None
-        return job.running.reduced.mean
+        if job.running.meeting is None and not job.running.bucket.is_last:
+            self._deliver(job)
 
     def _issue(self, request: Request, running: Running, turn: Turn, began: float) -> Issued:
         bucket = running.bucket
@@ -254,13 +264,15 @@ class ThreadLane:
         forget_groups(error)
         self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
 
-    def _lose(self, job: _Job) -> None:
-        """A job of a failed step: end what it has issued, keep it until the connections are closed."""
-        if job.issued is not None:
-            job.issued.pending.abandon()
-        self._peers.drop("later")  # nothing else of ours was under way there
-        job.running.close()
-        self._lost.append(job)
+    def _lose_all(self) -> None:
+        """Jobs of a failed step: end what they have issued, keep them until the connections are closed."""
+        for job in self._open:
+            if job.issued is not None:
+                job.issued.pending.abandon()
+            self._peers.drop("later")  # nothing else of ours was under way there
+            job.running.close()
+        self._lost += self._open
+        self._open.clear()
 
     def _give_up(self) -> None:
         """All that this rank has issued in the failed step has ended: close, and say what happened."""

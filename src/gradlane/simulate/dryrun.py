@@ -12,7 +12,7 @@ from torch import nn
 from ..core.bucket import Bucket
 from ..core.collectives import Note, Payload, Request
 from ..core.events import Event
-from ..core.running import Running
+from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongType
 from ..strategies.text import parse
@@ -76,7 +76,7 @@ def dry_run(
     strategy = copy.deepcopy(strategy)
     sizes = scope_sizes(world, node_size)
     layouts = split(((slot, dtype) for slot in slots_of(shapes)), bucket_bytes)
-    events: list[Event] = []
+    under_way: list[Running] = []
     raw_bytes = 0
     for index, layout in enumerate(layouts):
         flat = torch.empty(sum(slot.numel for slot in layout), dtype=dtype, device="meta")
@@ -85,15 +85,27 @@ def dry_run(
             flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
             is_last=index == len(layouts) - 1, sizes=sizes,
         )  # fmt: skip
-        events += _traced(Running(strategy, bucket, _ignore), sizes)
-    return Trace(tuple(events), raw_bytes)
+        under_way.append(Running(strategy, bucket, _ignore))
+    return Trace(tuple(_traced(under_way, sizes)), raw_bytes)
 
 
 @torch.no_grad()
-def _traced(running: Running, sizes: Mapping[str, int]) -> list[Event]:
+def _traced(under_way: list[Running], sizes: Mapping[str, int]) -> list[Event]:
+    events: list[Event] = []
+    answer: object = None
+    while under_way:
+        for running in under_way:
+            events += _driven(running, answer, sizes)
+        under_way = [running for running in under_way if running.meeting is not None]
+        answer = step_total(under_way) if under_way else None
+    return events
+
+
+def _driven(running: Running, answer: object, sizes: Mapping[str, int]) -> list[Event]:
+    """To its end, or to where it waits for the other buckets."""
     events: list[Event] = []
     try:
-        request = running.resume()
+        request = running.resume(answer)
         while request is not None:
             events.append(Event.of(request, running.bucket, running.phase, sizes[request.over]))
             request = running.resume(_answer(request, sizes[request.over]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import Note
 from ..core.events import Event
-from ..core.running import Running
+from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, RanksDisagree, WrongType
 from ..strategies.text import parse
@@ -54,11 +54,10 @@ class Simulation:
         slots = self._checked(gradients)
         answers: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
         layouts = _layouts(slots, gradients[0], self.bucket_bytes)
-        for index, layout in enumerate(layouts):
-            buckets = [self._bucket(g, layout, index, len(layouts), r) for r, g in enumerate(gradients)]
-            means = self._reduce(buckets)
-            for answer, bucket, mean in zip(answers, buckets, means, strict=True):
-                answer.update(bucket.with_flat(mean).named())
+        for rows in self._reduced(gradients, layouts):
+            for answer, running in zip(answers, rows, strict=True):
+                assert running.reduced is not None
+                answer.update(running.bucket.with_flat(running.reduced.mean).named())
         self.steps += 1
         return [{name: answer[name] for name in gradients[0]} for answer in answers]
 
@@ -84,28 +83,47 @@ class Simulation:
             is_last=index == count - 1, sizes=self.sizes,
         )  # fmt: skip
 
-    def _reduce(self, buckets: list[Bucket]) -> list[Tensor]:
-        ranks = [Running(s, b, self._take_note) for s, b in zip(self.strategies, buckets, strict=True)]
-        answers: list[object] = [None] * self.world
+    def _reduced(
+        self, gradients: Sequence[Gradients], layouts: list[tuple[Slot, ...]]
+    ) -> Iterator[list[Running]]:
+        """Bucket by bucket, all ranks of each; those that ask for a sum over the step once it is there."""
+        waiting: list[list[Running]] = []
         try:
-            while True:
-                requests = [rank.resume(answer) for rank, answer in zip(ranks, answers, strict=True)]
-                if all(request is None for request in requests):
-                    return [rank.reduced.mean for rank in ranks if rank.reduced]
-                answers = self._exchanged(ranks)
+            for index, layout in enumerate(layouts):
+                ranks = [
+                    Running(s, self._bucket(g, layout, index, len(layouts), rank), self._take_note)
+                    for rank, (s, g) in enumerate(zip(self.strategies, gradients, strict=True))
+                ]
+                waiting.append(ranks)
+                if not self._meets(ranks, [None] * self.world):
+                    yield waiting.pop()
+            while waiting:
+                totals = [step_total([ranks[rank] for ranks in waiting]) for rank in range(self.world)]
+                for ranks in list(waiting):
+                    if not self._meets(ranks, totals):
+                        waiting.remove(ranks)
+                        yield ranks
         finally:
-            for rank in ranks:
-                rank.close()
+            for ranks in waiting:
+                for running in ranks:
+                    running.close()
+
+    def _meets(self, ranks: list[Running], answers: Sequence[object]) -> bool:
+        """Drive one bucket to its end, or (True) to where it waits for the others of its step."""
+        while True:
+            requests = [rank.resume(answer) for rank, answer in zip(ranks, answers, strict=True)]
+            if all(request is None for request in requests):
+                waits = [rank for rank in ranks if rank.meeting is not None]
+                if waits and len(waits) < len(ranks):
+                    raise self._disagree(waits[0], "waits for the step's other buckets", ranks)
+                return bool(waits)
+            answers = self._exchanged(ranks)
 
     def _exchanged(self, ranks: list[Running]) -> list[object]:
-        done = [rank.bucket.rank for rank in ranks if rank.reduced]
-        first = next(rank for rank in ranks if not rank.reduced)
-        if done:
-            raise RanksDisagree(
-                f"step {first.bucket.step}, bucket {first.bucket.index}: rank {first.bucket.rank} asks "
-                f"for {first.request}, rank {done[0]} has finished; on a network this would hang"
-            )
+        first = next(rank for rank in ranks if not rank.reduced and not rank.meeting)
         assert first.request is not None
+        if any(rank.reduced or rank.meeting for rank in ranks):
+            raise self._disagree(first, f"asks for {first.request}", ranks)
         over = first.request.over
         answers: list[object] = [None] * self.world
         for members in self._members(over):
@@ -115,6 +133,15 @@ class Simulation:
                 answers[member] = reply
         self.events.append(Event.of(first.request, first.bucket, first.phase, self.sizes[over]))
         return answers
+
+    @staticmethod
+    def _disagree(one: Running, does: str, ranks: list[Running]) -> RanksDisagree:
+        other = next(rank for rank in ranks if rank.reduced or (rank.meeting and not one.meeting))
+        state = "has finished" if other.reduced else "waits for the step's other buckets"
+        return RanksDisagree(
+            f"step {one.bucket.step}, bucket {one.bucket.index}: rank {one.bucket.rank} {does}, "
+            f"rank {other.bucket.rank} {state}; on a network this would hang"
+        )
 
     def _members(self, over: str) -> Iterator[range]:
         node = self.sizes["node"]
