@@ -287,14 +287,28 @@ def test_a_sum_of_payloads_is_decoded_in_their_order(name, numel, dtype):
             codec.add_decoded(payload, one_by_one, seed)
         else:
             codec.decode(payload, one_by_one, seed)
+    before = [tuple(part.clone() for part in payload) for payload in payloads]
     together = codec.decode_sum(payloads, torch.empty(numel, dtype=dtype), seeds)
     assert torch.equal(together, one_by_one.to(dtype))
+    quarter = codec.decode_sum(payloads, torch.empty(numel, dtype=dtype), seeds, 0.25)  # exact in binary
+    assert torch.equal(quarter, (one_by_one * 0.25).to(dtype))
+    assert all(same(now, then) for now, then in zip(payloads, before, strict=True))
 
 
 @everyone
-def test_a_payload_that_can_be_scaled_stands_for_so_much_less(name):
-    codec, x = CODECS[name], gaussian(5000)
-    payload = codec.encode(x, 3)
-    whole = decoded(codec, payload, 5000, 3)
-    factor = 0.25 if codec.scale(payload, 0.25) else 1.0
-    assert torch.equal(decoded(codec, payload, 5000, 3), whole * factor)
+@pytest.mark.parametrize("numel", [1, 33, 5000, 70_001])
+def test_a_factor_is_in_the_scales_or_values(name, numel):
+    """As if every fp32 part had been multiplied by it beforehand; without such parts, the sum takes it."""
+    codec, factor = CODECS[name], 1 / 3
+    seeds = [5, 5, 5] if codec.linear else [5, 6, 7]
+    payloads = [codec.encode(gaussian(numel, seed), seed) for seed in seeds]
+    found = codec.decode_sum(payloads, torch.empty(numel), seeds, factor)
+    if any(part.dtype == torch.float32 for part in payloads[0]):
+        for payload in payloads:
+            for part in payload:
+                if part.dtype == torch.float32:
+                    part.mul_(factor)
+        assert torch.equal(found, codec.decode_sum(payloads, torch.empty(numel), seeds))
+    else:
+        expected = codec.decode_sum(payloads, torch.empty(numel), seeds) * factor
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

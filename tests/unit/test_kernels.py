@@ -33,7 +33,8 @@ def everything(codec, x, owed, seed):
     codec.add_decoded(payload, added, seed)
     left = owed.clone()
     again = codec.encode_owed(x, left, seed)
-    floats = [out, added, left]
+    both = codec.decode_sum([payload, again], torch.full_like(x, 3.0), [seed, seed], 1 / 3)
+    floats = [out, added, left, both]
     return [
         *map(as_bytes, payload),
         *map(as_bytes, again),

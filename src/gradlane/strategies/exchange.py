@@ -158,13 +158,9 @@ def _encoded(codec: Codec, bucket: Bucket, flat: Tensor, owed: Tensor | None, se
 def _mean(
     codec: Codec, bucket: Bucket, payloads: Sequence[Payload], seeds: Sequence[int], out: Tensor
 ) -> Tensor:
-    """In rank order, so all ranks add up the same bits. Consumes the payloads."""
-    divisor = bucket.divisor()
+    """In rank order, so all ranks add up the same bits."""
     total = out if out.dtype == torch.float32 else bucket.empty("wide sum", out.numel(), torch.float32)
-    scaled = [codec.scale(payload, 1 / divisor) for payload in payloads]
-    codec.decode_sum(payloads, total, seeds)
-    if not all(scaled):
-        total.div_(divisor)
+    codec.decode_sum(payloads, total, seeds, 1 / bucket.divisor())
     return out if total is out else out.copy_(total)
 
 
@@ -183,7 +179,7 @@ def _sent(codec: Codec, flat: Tensor, size: int, kept: Sequence[tuple[Payload, i
 
 
 def _kept(bucket: Bucket, payloads: Sequence[Payload], seed: int) -> list[tuple[Payload, int]] | None:
-    """Copies, where feedback will ask for them: the wire and the mean overwrite the payloads."""
+    """Copies, where feedback will ask for them: the wire may overwrite the payloads."""
     if not bucket.feedback:
         return None
     return [(tuple(part.clone() for part in payload), seed + n) for n, payload in enumerate(payloads)]

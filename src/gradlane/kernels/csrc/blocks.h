@@ -312,7 +312,7 @@ TARGET static void NAME(encode_block)(const Blocks *job, const float *p, int64_t
 TARGET INLINE void NAME(decode_as)(const Blocks *job, const uint8_t *codes, const void *side, float *out,
                                    const float *from, int8_t *bytes, const int mode) {
     const int64_t block = job->block;
-    const float scale = job->form == NATURAL ? 0.0f : *(const float *)side;
+    const float scale = job->form == NATURAL ? 0.0f : *(const float *)side * job->factor;
     switch (job->form) {
     case INT8: NAME(from_int8)((const int8_t *)codes, block, scale, out, from, mode); break;
     case INT4:
