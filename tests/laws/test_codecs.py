@@ -45,7 +45,7 @@ def test_the_layout_is_what_is_made(name, numel):
         ("int4", lambda n: math.ceil(n / 2) + 4 * math.ceil(n / 256)),
         ("int2", lambda n: math.ceil(n / 4) + 4 * math.ceil(n / 128)),
         ("int8 rotated", lambda n: 516 * math.ceil(n / 512)),
-        ("sign", lambda n: math.ceil(n / 8) + 4 * math.ceil(n / 1024)),
+        ("sign", lambda n: math.ceil(n / 8) + 2 * math.ceil(n / 256)),
         ("fp8 e4m3", lambda n: n + 4 * math.ceil(n / 256)),
         ("natural", lambda n: n + math.ceil(n / 8)),
         ("topk", lambda n: 6 * math.ceil(0.01 * n) + 4 * math.ceil(n / 65536)),
@@ -61,7 +61,7 @@ def test_bytes_in_closed_form(name, size, numel):
 
 def test_one_bit_is_over_thirty_times_smaller():
     layout = gl.Sign().layout(1 << 20)
-    assert (4 << 20) / sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) > 30
+    assert (4 << 20) / sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) == 32 / 1.0625
 
 
 @everyone
@@ -188,6 +188,14 @@ def test_what_is_owed_stays_finite_whatever_comes(name, bad, numel):
         once_more = codec.encode_owed(gaussian(numel), owed, 9)
         assert owed.isfinite().all()
         assert decoded(codec, once_more, numel, 9).isfinite().all()
+
+
+@pytest.mark.parametrize("number", [3.38e38, 3.4e38])
+def test_a_mean_that_bfloat16_cannot_hold_is_no_number(number):
+    owed = torch.zeros(1)
+    payload = gl.Sign().encode_owed(torch.tensor([number]), owed, 0)
+    assert payload[1].isnan() == (number == 3.4e38)  # which rounds up beyond the largest
+    assert owed.isfinite()
 
 
 @everyone

@@ -24,7 +24,7 @@ static void blocks(int level, int threads, int form, int flags, int64_t n, int64
     const int64_t count = (n + block - 1) / block, coded = flags & ROTATE ? count * block : n;
     float *x = numbers(n, kind, (Keys){1, 2}), *owed = numbers(n, kind, (Keys){3, 4}), *out = exactly(n * 4);
     uint8_t *codes = exactly((coded * bits[form] + 7) / 8);
-    void *side = exactly(form == NATURAL ? (n + 7) / 8 : 4 * count);
+    void *side = exactly(form == NATURAL ? (n + 7) / 8 : (form == SIGN ? 2 : 4) * count);
     gradlane_encode_blocks(level, threads, form, flags, x, NULL, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 0);
     gradlane_encode_blocks(level, threads, form, flags, x, owed, n, block, 5, 6, codes, side);

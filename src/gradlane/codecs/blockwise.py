@@ -40,6 +40,8 @@ class BlockCodec(Codec):
 
     form: ClassVar[int]
     bits: ClassVar[int]
+    beside: ClassVar[torch.dtype] = torch.float32
+    """Of the scales."""
     padded: bool = False
     """The last block's padding is sent too."""
     flags: int = 0
@@ -52,7 +54,7 @@ class BlockCodec(Codec):
     def layout(self, numel: int) -> Layout:
         blocks = -(-numel // self.block)
         coded = blocks * self.block if self.padded else numel
-        return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), torch.float32))
+        return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), self.beside))
 
     @abstractmethod
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -143,7 +145,7 @@ class BlockCodec(Codec):
             part = whole[start // self.block * width :][: rows * width]
             missing = rows * width - part.numel()
             parts.append((pad(part, (0, missing)) if missing else part).view(rows, width))
-        side = parts[1] if factor == 1.0 else parts[1] * factor  # the scales
+        side = parts[1] if factor == 1.0 else parts[1].to(torch.float32) * factor  # the scales
         return self._decode_rows(parts[0], side, keys).view(-1)[: stop - start]
 
     def _widths(self) -> tuple[int, int]:

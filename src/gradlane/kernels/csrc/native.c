@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-#define ABI 3 /* the same number as in kernels/calls.py */
+#define ABI 4 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1
@@ -52,9 +52,14 @@ typedef struct {
     Found *found;
 } Pick;
 
-INLINE float mean_of(float sum, int64_t count) {
-    float mean = sum / (float)count;
-    return mean <= FLT_MAX ? mean : float_of(QUIET_NAN);
+/* The scale of a block of signs: the mean as bfloat16, NaN where it is not finite. */
+INLINE uint16_t mean_of(float sum, int64_t count) {
+    uint16_t mean = narrowed(sum / (float)count);
+    return mean < INFINITE >> 16 ? mean : QUIET_NAN >> 16; /* it has no sign */
+}
+
+INLINE float scale_at(const Blocks *job, const void *side) {
+    return job->form == NATURAL ? 0.0f : job->form == SIGN ? widened(*(const uint16_t *)side) : *(const float *)side;
 }
 
 #define NAME(name) name##_portable
@@ -112,7 +117,7 @@ static void prepare_blocks(Blocks *job, float *signs) {
     job->top = tops[job->form];
     job->blocks = (job->n + job->block - 1) / job->block;
     job->code_bytes = job->block * bits[job->form] / 8;
-    job->side_bytes = job->form == NATURAL ? job->block / 8 : (int64_t)sizeof(float);
+    job->side_bytes = job->form == NATURAL ? job->block / 8 : job->form == SIGN ? 2 : 4;
     if (job->flags & ROTATE) {
         const Keys other = {job->keys.second, job->keys.first};
         for (int64_t i = 0; i < job->block; i++) signs[i] = draw((uint32_t)i, other) >> 31 ? -1.0f : 1.0f;
