@@ -75,6 +75,21 @@ def weight_of_rank(bucket: gl.Bucket) -> float:
     return 1.0 + bucket.rank
 
 
+def median(rows: torch.Tensor) -> torch.Tensor:
+    """An aggregate as a user would write it; torch's median is the lower one of two."""
+    return rows.median(0).values
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """An aggregate with an option: the mean of what is cut off at a limit."""
+
+    limit: float
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clamp_(-self.limit, self.limit).mean(0)
+
+
 STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "mean": gl.Mean,
     "fp16": lambda: gl.Cast(gl.Mean(), torch.float16),
@@ -106,6 +121,11 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "random-k": lambda: gl.ErrorFeedback(gl.Summed(gl.RandomK(0.1))),
     "raw summed": lambda: gl.Summed(gl.Raw()),
     "raw sharded": lambda: gl.Sharded(gl.Raw()),
+    "raw gathered median": lambda: gl.Gathered(gl.Raw(), median),
+    "int8 sharded median": lambda: gl.Sharded(gl.Int8(block=32), median),
+    "int4 clipped feedback": lambda: gl.ErrorFeedback(
+        gl.Sharded(gl.Int4(block=32), Clipped(2.0), server_feedback=True)
+    ),
     "ef21": lambda: gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.2))),
     "ef21 sharded": lambda: gl.ErrorFeedback21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),

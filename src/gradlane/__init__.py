@@ -5,6 +5,7 @@
 import torch.distributed.nn.functional
 
 from ._version import __version__
+from .aggregate.mean import mean
 from .attachment import Attachment
 from .codecs.base import Codec
 from .codecs.fp8 import Fp8
@@ -103,6 +104,7 @@ __all__ = [
     "attach",
     "describe",
     "dry_run",
+    "mean",
     "note",
     "parse",
     "shutdown",

@@ -45,7 +45,7 @@ def test_the_layout_is_what_is_made(name, numel):
         ("int4", lambda n: math.ceil(n / 2) + 4 * math.ceil(n / 256)),
         ("int2", lambda n: math.ceil(n / 4) + 4 * math.ceil(n / 128)),
         ("int8 rotated", lambda n: 516 * math.ceil(n / 512)),
-        ("sign", lambda n: math.ceil(n / 8) + 4 * math.ceil(n / 1024)),
+        ("sign", lambda n: math.ceil(n / 8) + 2 * math.ceil(n / 256)),
         ("fp8 e4m3", lambda n: n + 4 * math.ceil(n / 256)),
         ("natural", lambda n: n + math.ceil(n / 8)),
         ("topk", lambda n: 6 * math.ceil(0.01 * n) + 4 * math.ceil(n / 65536)),
@@ -61,7 +61,7 @@ def test_bytes_in_closed_form(name, size, numel):
 
 def test_one_bit_is_over_thirty_times_smaller():
     layout = gl.Sign().layout(1 << 20)
-    assert (4 << 20) / sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) > 30
+    assert (4 << 20) / sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) == 32 / 1.0625
 
 
 @everyone
@@ -190,6 +190,14 @@ def test_what_is_owed_stays_finite_whatever_comes(name, bad, numel):
         assert decoded(codec, once_more, numel, 9).isfinite().all()
 
 
+@pytest.mark.parametrize("number", [3.38e38, 3.4e38])
+def test_a_mean_that_bfloat16_cannot_hold_is_no_number(number):
+    owed = torch.zeros(1)
+    payload = gl.Sign().encode_owed(torch.tensor([number]), owed, 0)
+    assert payload[1].isnan() == (number == 3.4e38)  # which rounds up beyond the largest
+    assert owed.isfinite()
+
+
 @everyone
 @pytest.mark.parametrize("scale", [1e-45, 1e-41, 1.2e-38, 1e-36, 1e-31, 1e-30, 1e30, 1e35])
 def test_very_small_and_very_large_numbers(name, scale):
@@ -287,14 +295,28 @@ def test_a_sum_of_payloads_is_decoded_in_their_order(name, numel, dtype):
             codec.add_decoded(payload, one_by_one, seed)
         else:
             codec.decode(payload, one_by_one, seed)
+    before = [tuple(part.clone() for part in payload) for payload in payloads]
     together = codec.decode_sum(payloads, torch.empty(numel, dtype=dtype), seeds)
     assert torch.equal(together, one_by_one.to(dtype))
+    quarter = codec.decode_sum(payloads, torch.empty(numel, dtype=dtype), seeds, 0.25)  # exact in binary
+    assert torch.equal(quarter, (one_by_one * 0.25).to(dtype))
+    assert all(same(now, then) for now, then in zip(payloads, before, strict=True))
 
 
 @everyone
-def test_a_payload_that_can_be_scaled_stands_for_so_much_less(name):
-    codec, x = CODECS[name], gaussian(5000)
-    payload = codec.encode(x, 3)
-    whole = decoded(codec, payload, 5000, 3)
-    factor = 0.25 if codec.scale(payload, 0.25) else 1.0
-    assert torch.equal(decoded(codec, payload, 5000, 3), whole * factor)
+@pytest.mark.parametrize("numel", [1, 33, 5000, 70_001])
+def test_a_factor_is_in_the_scales_or_values(name, numel):
+    """As if every fp32 part had been multiplied by it beforehand; without such parts, the sum takes it."""
+    codec, factor = CODECS[name], 1 / 3
+    seeds = [5, 5, 5] if codec.linear else [5, 6, 7]
+    payloads = [codec.encode(gaussian(numel, seed), seed) for seed in seeds]
+    found = codec.decode_sum(payloads, torch.empty(numel), seeds, factor)
+    if any(part.dtype == torch.float32 for part in payloads[0]):
+        for payload in payloads:
+            for part in payload:
+                if part.dtype == torch.float32:
+                    part.mul_(factor)
+        assert torch.equal(found, codec.decode_sum(payloads, torch.empty(numel), seeds))
+    else:
+        expected = codec.decode_sum(payloads, torch.empty(numel), seeds) * factor
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

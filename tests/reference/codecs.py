@@ -86,6 +86,15 @@ def uniform(x, seed, bits, block, stochastic=False, rotate=False):
     return packed(codes, bits), scales
 
 
+def bfloat16(number):
+    """The nearest number of 8 significant bits, of two the even one; NaN where that is not finite."""
+    if not np.isfinite(number):
+        return f32("nan")
+    unit = 2.0 ** (max(math.frexp(number)[1], -125) - 8)
+    rounded = round(float(number) / unit) * unit
+    return f32(rounded if rounded < 2.0**128 else "nan")
+
+
 def sign(x, block):
     bits, scales = [], []
     for start in range(0, len(x), block):
@@ -94,8 +103,7 @@ def sign(x, block):
         while len(tree) > 1:
             half = len(tree) // 2
             tree = [tree[i] + tree[i + half] for i in range(half)]
-        mean = tree[0] / f32(len(row))
-        scales.append(mean if np.isfinite(mean) else f32("nan"))
+        scales.append(bfloat16(tree[0] / f32(len(row))))
         bits += [number < 0 for number in row]
     return packed(bits, 1), scales
 

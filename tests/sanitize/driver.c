@@ -24,7 +24,7 @@ static void blocks(int level, int threads, int form, int flags, int64_t n, int64
     const int64_t count = (n + block - 1) / block, coded = flags & ROTATE ? count * block : n;
     float *x = numbers(n, kind, (Keys){1, 2}), *owed = numbers(n, kind, (Keys){3, 4}), *out = exactly(n * 4);
     uint8_t *codes = exactly((coded * bits[form] + 7) / 8);
-    void *side = exactly(form == NATURAL ? (n + 7) / 8 : 4 * count);
+    void *side = exactly(form == NATURAL ? (n + 7) / 8 : (form == SIGN ? 2 : 4) * count);
     gradlane_encode_blocks(level, threads, form, flags, x, NULL, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 0);
     gradlane_encode_blocks(level, threads, form, flags, x, owed, n, block, 5, 6, codes, side);
@@ -32,7 +32,7 @@ static void blocks(int level, int threads, int form, int flags, int64_t n, int64
     const uint8_t *const all_codes[] = {codes, codes, codes};
     void *const sides[] = {side, side, side};
     const uint32_t keys[] = {5, 6, 5, 6, 5, 6};
-    if (n) gradlane_decode_many(level, threads, form, flags, 3, all_codes, sides, keys, n, block, out);
+    if (n) gradlane_decode_many(level, threads, form, flags, 3, all_codes, sides, keys, n, block, out, 0.25f);
     free(x), free(owed), free(out), free(codes), free(side);
 }
 
@@ -44,19 +44,19 @@ static void topk(int level, int threads, int64_t n, int64_t k, int narrow, int k
     uint32_t exact = (uint32_t)gradlane_topk_exact(x, owed, n, k);
     uint32_t sampled = (uint32_t)gradlane_topk_sampled(x, NULL, n, n / 7, n / 5 + 1, 1);
     gradlane_topk_select(level, threads, x, NULL, n, sampled, n / 3, k, values, narrow, indices, counts);
-    gradlane_topk_scatter(values, narrow, indices, counts, k, n, x);
+    gradlane_topk_scatter(values, narrow, indices, counts, k, n, x, 0.25f);
     gradlane_topk_select(level, threads, x, owed, n, exact, n - 1, k, values, narrow, indices, counts);
     gradlane_topk_select(level, threads, NULL, owed, n, 1, 0, k, values, narrow, indices, counts);
     for (int64_t i = 0; i < k; i++) indices[i] = 0xFFFF; /* a damaged payload */
     for (int64_t i = 0; i < (n + 65535) / 65536; i++) counts[i] = i % 2 ? INT32_MAX : -1;
-    gradlane_topk_scatter(values, narrow, indices, counts, k, n, owed);
+    gradlane_topk_scatter(values, narrow, indices, counts, k, n, owed, 1.0f);
     free(x), free(owed), free(values), free(indices), free(counts);
 }
 
 static void randomk(int64_t n, int64_t run, int64_t units, int kind) {
     float *x = numbers(n, kind, (Keys){1, 3}), *values = exactly(units * run * 4);
     gradlane_random_gather(x, n, run, units, 1, 2, 1, values);
-    gradlane_random_scatter(values, n, run, units, 1, 2, -1, x);
+    gradlane_random_scatter(values, n, run, units, 1, 2, -1.0f, x);
     free(x), free(values);
 }
 

@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "gradlane"
 PURE = [
     path
-    for part in ("core", "kernels", "codecs", "strategies", "simulate")
+    for part in ("core", "kernels", "codecs", "aggregate", "strategies", "simulate")
     for path in (SOURCE / part).glob("*.py")
 ]
 

@@ -33,7 +33,8 @@ def everything(codec, x, owed, seed):
     codec.add_decoded(payload, added, seed)
     left = owed.clone()
     again = codec.encode_owed(x, left, seed)
-    floats = [out, added, left]
+    both = codec.decode_sum([payload, again], torch.full_like(x, 3.0), [seed, seed], 1 / 3)
+    floats = [out, added, left, both]
     return [
         *map(as_bytes, payload),
         *map(as_bytes, again),
@@ -183,7 +184,7 @@ REFERENCES = {
     ),
     "int2": lambda x, seed: reference.uniform(x, seed, 2, 128),
     "int2 stochastic": lambda x, seed: reference.uniform(x, seed, 2, 32, stochastic=True),
-    "sign": lambda x, seed: reference.sign(x, 1024),
+    "sign": lambda x, seed: reference.sign(x, 256),
     "sign block 32": lambda x, seed: reference.sign(x, 32),
     "natural": reference.natural,
     "topk": lambda x, seed: reference.topk_exact(x, seed, gl.TopK().slots(len(x))),
@@ -200,14 +201,16 @@ REFERENCES = {
 def test_the_plain_reference(kernels, level, name, numel):
     kernels(level)
     inputs = [gaussian(numel, numel), gaussian(numel) * 0, gaussian(numel) * 1e-35, torch.full((numel,), 0.5)]
+    inputs += [torch.full((numel,), float(odd)) for odd in (2**24 + 2**16, 3 * 2**16 + 2**24, 1e-40, 3.4e38)]
     broken = gaussian(numel)
     broken[numel // 2] = torch.inf
     for seed, x in enumerate([*inputs, broken]):
         with np.errstate(all="ignore"):
             expected = REFERENCES[name](x.numpy(), seed)
         for part, wanted in zip(CODECS[name].encode(x, seed), expected, strict=True):
-            wanted = np.array(wanted, part.numpy().dtype)
-            assert np.array_equal(part.numpy(), wanted, equal_nan=part.is_floating_point())
+            found = (part.float() if part.dtype == torch.bfloat16 else part).numpy()
+            wanted = np.array(wanted, found.dtype)
+            assert np.array_equal(found, wanted, equal_nan=part.is_floating_point())
 
 
 def test_the_choice_of_kernels(monkeypatch):

@@ -3,7 +3,7 @@ import torch
 
 import gradlane as gl
 
-from ..catalogue import MajorityVote
+from ..catalogue import Clipped, MajorityVote, median
 
 PLAIN = [
     "Mean()",
@@ -14,6 +14,11 @@ PLAIN = [
     "Route({'embed.*': Mean(), '*.bias': Cast(Mean(), float16)}, otherwise=Noop())",
     "WeightedMean(2.0)",
 ]
+EXCHANGES = [
+    "Gathered(Raw())",
+    "Sharded(Int8(), server_feedback=True)",
+    "ErrorFeedback(Sharded(Int4(block=32), aggregate=Clipped(2.0)))",
+]
 
 
 @pytest.mark.parametrize("text", PLAIN)
@@ -22,6 +27,24 @@ def test_text_is_read_and_written(text):
     assert gl.describe(strategy) == text
     assert gl.parse(gl.describe(strategy)) == strategy
     assert gl.parse(repr(strategy)) == strategy
+
+
+@pytest.mark.parametrize("text", EXCHANGES)
+def test_exchanges_are_read_and_written(text):
+    strategy = gl.parse(text, names={"Clipped": Clipped})
+    assert gl.describe(strategy) == text
+    assert gl.parse(gl.describe(strategy), names={"Clipped": Clipped}) == strategy
+
+
+def test_aggregates_by_name():
+    assert (
+        gl.parse("Sharded(Raw(), mean)") == gl.parse("Sharded(Raw(), aggregate=mean)") == gl.Sharded(gl.Raw())
+    )
+    assert gl.describe(gl.Sharded(gl.Raw(), gl.mean)) == "Sharded(Raw())"
+    assert gl.describe(gl.mean) == "mean"
+    assert gl.parse("Gathered(Raw(), median)", names={"median": median}) == gl.Gathered(gl.Raw(), median)
+    assert gl.describe(gl.Gathered(gl.Raw(), median)) == "Gathered(Raw(), aggregate=<median>)"
+    assert gl.describe(Clipped) == "<Clipped>"
 
 
 def test_dtypes_under_torch_and_names_of_ones_own():
@@ -50,7 +73,12 @@ def test_dtypes_under_torch_and_names_of_ones_own():
         ("Mean(", "is not a strategy"),
         ("", "is not a strategy"),
         ("(" * 500 + ")" * 500, "is not a strategy"),
-        ("bfloat16()", "takes no arguments"),
+        ("bfloat16()", "takes no arguments; write it without brackets"),
+        ("mean", "reads as a function, not as a strategy"),
+        ("Sharded(Raw(), mean())", "mean in .* takes no arguments; write it without brackets"),
+        ("Sharded(Raw(), mean(3))", "takes no arguments"),
+        ("Sharded(Raw(), Int8)", "Sharded got the class Int8 as aggregate"),
+        ("Sharded(Raw(), 'mean')", "aggregate='mean' cannot be called"),
     ],
 )
 def test_everything_else_is_refused(text, message):

@@ -14,6 +14,7 @@ from ..errors import InvalidValue, WrongType
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 OWED = (torch.float32, torch.bfloat16, torch.float64)
+PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
 
 
 class Codec(ABC):
@@ -60,11 +61,15 @@ class Codec(ABC):
             self._decode(payload, wide, seed)
             into.add_(wide)
 
-    def decode_sum(self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int]) -> Tensor:
-        """The sum of what the payloads stand for, in their order, written into ``out`` in one pass."""
+    def decode_sum(
+        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float = 1.0
+    ) -> Tensor:
+        """The sum of what the payloads stand for, in their order, times ``factor``, written into ``out`` in
+        one pass. Scales or values take the factor as they are read, where there are such; else the sum does.
+        """
         for payload in payloads:
             self._check(payload, out)
-        return _written(out, lambda wide: self._decode_sum(payloads, wide, seeds))
+        return _written(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
 
     def encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, out: Payload | None = None) -> Payload:
         """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
@@ -87,18 +92,6 @@ class Codec(ABC):
                 owed.copy_(wide)
         return payload
 
-    def scale(self, payload: Payload, factor: float) -> bool:
-        """Make the payload stand for ``factor`` times as much, at the cost of its scales or values alone.
-
-        False where it cannot, as without any fp32 part: then it is left as it is.
-        """
-        floats = [part for part in payload if part.is_floating_point()]
-        if not floats or any(part.dtype != torch.float32 for part in floats):
-            return False
-        for part in floats:
-            part.mul_(factor)
-        return True
-
     @abstractmethod
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         """``flat`` is fp32, contiguous and not empty here and below."""
@@ -106,10 +99,14 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None: ...
 
-    def _decode_sum(self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int]) -> None:
+    def _decode_sum(
+        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
+    ) -> None:
         self._decode(payloads[0], out, seeds[0])
         for payload, seed in zip(payloads[1:], seeds[1:], strict=True):
             self._add_decoded(payload, out, seed)
+        if factor != 1.0:
+            out.mul_(factor)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
         decoded = torch.empty_like(into)

@@ -14,9 +14,8 @@ from ..core.collectives import Payload
 from ..errors import InvalidValue
 from ..kernels.counter import Keys, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout
+from .base import PIECE, Codec, Layout
 
-PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
 STEP, LARGEST = 32, 8192  # a block is a multiple of the first, and fits the kernels' buffers
 TINIEST = 2.0**-100
 """A block whose largest magnitude is below this is sent as zeros: its inverse would overflow."""
@@ -41,6 +40,8 @@ class BlockCodec(Codec):
 
     form: ClassVar[int]
     bits: ClassVar[int]
+    beside: ClassVar[torch.dtype] = torch.float32
+    """Of the scales."""
     padded: bool = False
     """The last block's padding is sent too."""
     flags: int = 0
@@ -53,7 +54,7 @@ class BlockCodec(Codec):
     def layout(self, numel: int) -> Layout:
         blocks = -(-numel // self.block)
         coded = blocks * self.block if self.padded else numel
-        return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), torch.float32))
+        return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), self.beside))
 
     @abstractmethod
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -95,12 +96,18 @@ class BlockCodec(Codec):
         for start, stop, rows in self._pieces(out.numel(), out.device):
             out[start:stop] = self._decode_piece(payload, start, stop, rows, keys)
 
-    def _decode_sum(self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int]) -> None:
+    def _decode_sum(
+        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
+    ) -> None:
+        keys = [keys_of(seed) for seed in seeds]
         if library := native_for(out):
-            keys = [keys_of(seed) for seed in seeds]
-            library.decode_many(self.form, self.flags, payloads, self.block, keys, out)
-        else:
-            super()._decode_sum(payloads, out, seeds)
+            library.decode_many(self.form, self.flags, payloads, self.block, keys, out, factor)
+            return
+        for start, stop, rows in self._pieces(out.numel(), out.device):
+            total = out[start:stop]
+            for number, (payload, own) in enumerate(zip(payloads, keys, strict=True)):
+                values = self._decode_piece(payload, start, stop, rows, own, factor)
+                total.add_(values) if number else total.copy_(values)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
         keys = keys_of(seed)
@@ -130,13 +137,16 @@ class BlockCodec(Codec):
             room = whole[start // self.block * part[0].numel() :][: part.numel()]
             room.copy_(part.reshape(-1)[: room.numel()])
 
-    def _decode_piece(self, payload: Payload, start: int, stop: int, rows: int, keys: Keys) -> Tensor:
+    def _decode_piece(
+        self, payload: Payload, start: int, stop: int, rows: int, keys: Keys, factor: float = 1.0
+    ) -> Tensor:
         parts = []
         for whole, width in zip(payload, self._widths(), strict=True):
             part = whole[start // self.block * width :][: rows * width]
             missing = rows * width - part.numel()
             parts.append((pad(part, (0, missing)) if missing else part).view(rows, width))
-        return self._decode_rows(parts[0], parts[1], keys).view(-1)[: stop - start]
+        side = parts[1] if factor == 1.0 else parts[1].to(torch.float32) * factor  # the scales
+        return self._decode_rows(parts[0], side, keys).view(-1)[: stop - start]
 
     def _widths(self) -> tuple[int, int]:
         """Entries of each part of the payload for one full block."""

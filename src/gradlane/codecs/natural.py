@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..core.collectives import Payload
 from ..kernels.counter import Keys, draws
 from .base import Layout
 from .blockwise import BlockCodec, Rows
@@ -48,3 +50,10 @@ class Natural(BlockCodec):
         bits = codes.to(torch.int32) << EXPONENT
         values = bits.view(torch.float32) * (1.0 - 2.0 * unpack_bits(side).to(torch.float32))
         return values.masked_fill_(codes == 255, torch.nan)
+
+    def _decode_sum(
+        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
+    ) -> None:
+        super()._decode_sum(payloads, out, seeds, 1.0)  # there are no scales
+        if factor != 1.0:
+            out.mul_(factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,25 +57,32 @@ class RandomK(Codec):
         payload[0].copy_(values.view(-1))
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
-        self._scatter(payload, out.zero_(), seed, 1)
+        self._scatter(payload, out.zero_(), seed, 1.0)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
-        self._scatter(payload, into, seed, 1)
+        self._scatter(payload, into, seed, 1.0)
+
+    def _decode_sum(
+        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
+    ) -> None:
+        out.zero_()
+        for payload, seed in zip(payloads, seeds, strict=True):
+            self._scatter(payload, out, seed, factor)
 
     def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
         owed.add_(gradient)
         self._encode(owed, seed, payload)
-        self._scatter(payload, owed, seed, -1)
+        self._scatter(payload, owed, seed, -1.0)
         keep_finite(owed)
 
-    def _scatter(self, payload: Payload, into: Tensor, seed: int, sign: int) -> None:
+    def _scatter(self, payload: Payload, into: Tensor, seed: int, factor: float) -> None:
         if library := native_for(into):
             units = self.units(into.numel())
-            library.random_scatter(payload[0], self.run, units, keys_of(seed), into, sign)
+            library.random_scatter(payload[0], self.run, units, keys_of(seed), into, factor)
             return
         places, inside, _ = self._places(into, seed)
         values = payload[0].view_as(places)[inside]
-        into[places[inside]] += values if sign > 0 else -values
+        into[places[inside]] += values * factor
 
     def _places(self, flat: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """For each run: the places, which of them exist (the last run may reach beyond the end), and

@@ -68,12 +68,12 @@ class PlainSearch:
         return found
 
 
-def scatter_selected(values: Tensor, indices: Tensor, counts: Tensor, into: Tensor) -> None:
-    """``into += values`` at their places."""
+def scatter_selected(values: Tensor, indices: Tensor, counts: Tensor, into: Tensor, factor: float) -> None:
+    """``into += values * factor`` at their places."""
     spans = torch.arange(0, counts.numel() * SPAN, SPAN, device=into.device)
     bases = torch.repeat_interleave(spans, counts.to(torch.int64))
     places = bases + (indices[: bases.numel()].to(torch.int64) & 0xFFFF)
-    into[places] += values[: bases.numel()].to(torch.float32)
+    into[places] += values[: bases.numel()].to(torch.float32) * factor
 
 
 def _ranked(numbers: Tensor, rank: int) -> int:

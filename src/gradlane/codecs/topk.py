@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,11 +91,21 @@ class TopK(Codec):
         self._add_decoded(payload, out.zero_(), seed)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
+        self._scatter(payload, into, 1.0)
+
+    def _decode_sum(
+        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
+    ) -> None:
+        out.zero_()
+        for payload in payloads:
+            self._scatter(payload, out, factor)
+
+    def _scatter(self, payload: Payload, into: Tensor, factor: float) -> None:
         values, indices, counts = payload
         if library := native_for(into):
-            library.topk_scatter(values, indices, counts, into)
+            library.topk_scatter(values, indices, counts, into, factor)
         else:
-            scatter_selected(values, indices, counts, into)
+            scatter_selected(values, indices, counts, into, factor)
 
     def _put_back(self, payload: Payload, owed: Tensor) -> None:
         self._add_decoded(payload, owed, 0)

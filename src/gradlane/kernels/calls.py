@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
 
 import torch
 from torch import Tensor
 
 from .counter import Keys
 
-ABI = 2  # the same number as in csrc/native.c; raise both with every change of a signature
+ABI = 4  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
@@ -25,16 +25,16 @@ _SIZES = (c_int64, c_int64)  # elements and block, or slots and elements
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "encode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
     "decode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_int), None),
-    "decode_many": ((*_HOW, *_FORM, c_int, c_void_p, c_void_p, c_void_p, *_SIZES, c_void_p), c_int),
+    "decode_many": ((*_HOW, *_FORM, c_int, c_void_p, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), c_int),
     "topk_sampled": ((c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64), c_int64),
     "topk_exact": ((c_void_p, c_void_p, c_int64, c_int64), c_int64),
     "topk_select": (
         (*_HOW, c_void_p, c_void_p, c_int64, c_uint32, *_SIZES, c_void_p, c_int, c_void_p, c_void_p),
         c_int64,
     ),
-    "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p), None),
+    "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), None),
     "random_gather": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
-    "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
+    "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_float, c_void_p), None),
 }
 
 
@@ -87,15 +87,17 @@ class Native:
         block: int,
         keys: Sequence[Keys],
         out: Tensor,
+        factor: float,
     ) -> None:
-        """The sum of all, in their order."""
+        """The sum of all, in their order, with every scale times ``factor``; forms without scales
+        do not heed it."""
         count = len(payloads)
         codes, sides = ((c_void_p * count)(*[p[part].data_ptr() for p in payloads]) for part in (0, 1))
         pairs = (c_uint32 * (2 * count))(*[key for pair in keys for key in pair])
         _or_no_memory(
             self._call["decode_many"](
                 *self._how(), form, flags, count, codes, sides, pairs, out.numel(), block,
-                out.data_ptr(),
+                out.data_ptr(), factor,
             )
         )  # fmt: skip
 
@@ -128,10 +130,12 @@ class Native:
         )  # fmt: skip
         return _or_no_memory(found)
 
-    def topk_scatter(self, values: Tensor, indices: Tensor, counts: Tensor, into: Tensor) -> None:
+    def topk_scatter(
+        self, values: Tensor, indices: Tensor, counts: Tensor, into: Tensor, factor: float
+    ) -> None:
         self._call["topk_scatter"](
             values.data_ptr(), values.element_size() == 2, indices.data_ptr(), counts.data_ptr(),
-            values.numel(), into.numel(), into.data_ptr(),
+            values.numel(), into.numel(), into.data_ptr(), factor,
         )  # fmt: skip
 
     def random_gather(
@@ -142,10 +146,10 @@ class Native:
         )
 
     def random_scatter(
-        self, values: Tensor, run: int, units: int, keys: Keys, into: Tensor, sign: int
+        self, values: Tensor, run: int, units: int, keys: Keys, into: Tensor, factor: float
     ) -> None:
         self._call["random_scatter"](
-            values.data_ptr(), into.numel(), run, units, *keys, sign, into.data_ptr()
+            values.data_ptr(), into.numel(), run, units, *keys, factor, into.data_ptr()
         )
 
 

@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..aggregate.combine import Aggregate, check_aggregate, combined
+from ..aggregate.mean import mean
 from ..codecs.base import Codec
 from ..core.bucket import Bucket, layout_digest
 from ..core.collectives import Payload, all_gather, all_reduce, all_to_all
@@ -42,19 +44,26 @@ class Summed(Strategy):
         payload = _encoded(codec, bucket, bucket.flat, bucket.owed, seed, "summed")
         kept = _kept(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
-        mean = codec.decode(total, bucket.flat, seed)
-        return Reduced(mean, _sent(codec, mean, mean.numel(), kept))
+        flat = codec.decode(total, bucket.flat, seed)
+        return Reduced(flat, _sent(codec, flat, flat.numel(), kept))
 
 
 @dataclass
 class Gathered(Strategy):
-    """Every rank's payload to every rank, which decodes them all: n - 1 payloads sent by each."""
+    """Every rank's payload to every rank, which decodes them all: n - 1 payloads sent by each.
+
+    ``aggregate`` makes one row of all ranks' rows, here and in ``Sharded``; the mean, unless said otherwise.
+    Only the mean honours ``join(divide_by_initial_world_size=False)``: to any other, a rank that has
+    joined is a row of zeros.
+    """
 
     codec: Codec
+    aggregate: Aggregate = mean
     settles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _checked(self.codec, "Gathered")
+        check_aggregate(self.aggregate, "Gathered")
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
@@ -63,13 +72,13 @@ class Gathered(Strategy):
         kept = _kept(bucket, [payload], seed)
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
-        mean = _mean(codec, bucket, everyone, seeds, bucket.flat)
-        return Reduced(mean, _sent(codec, mean, mean.numel(), kept))
+        flat = _decoded(codec, self.aggregate, bucket, everyone, seeds, bucket.flat)
+        return Reduced(flat, _sent(codec, flat, flat.numel(), kept))
 
 
 @dataclass
 class Sharded(Strategy):
-    """Each rank reduces a shard: all-to-all, decode and add in fp32, encode once, all-gather.
+    """Each rank reduces a shard: all-to-all, decode and combine in fp32, encode once, all-gather.
 
     Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. With two ranks it is
     ``Gathered``: the same bytes in one exchange, and one loss instead of two. ``server_feedback`` keeps
@@ -78,18 +87,20 @@ class Sharded(Strategy):
     """
 
     codec: Codec
+    aggregate: Aggregate = mean
     server_feedback: bool = False
     server: Memory | None = None
     settles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _checked(self.codec, "Sharded")
+        check_aggregate(self.aggregate, "Sharded")
         if self.server is None:
             self.server = Memory(torch.float32)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         if bucket.world <= 2:
-            return await Gathered(self.codec).reduce(bucket)
+            return await Gathered(self.codec, self.aggregate).reduce(bucket)
         _refuse_sparse(bucket, "Sharded")
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         size = shard_size(bucket.flat.numel(), bucket.world, codec.granularity)
@@ -108,11 +119,11 @@ class Sharded(Strategy):
         return Reduced(bucket.flat, _sent(codec, bucket.flat, size, kept))
 
     def _reduced(self, bucket: Bucket, received: Sequence[Payload], size: int, filled: int) -> Payload:
-        """The mean of this rank's shard, encoded again. Shards are as long as the longest on the wire."""
+        """This rank's shard, combined and encoded again. On the wire shards are as long as the longest."""
         total = bucket.empty("shard sum", size, torch.float32)
         total[filled:].zero_()
         seeds = [bucket.seed(SALT, shared=False, rank=rank) + bucket.rank for rank in range(bucket.world)]
-        _mean(self.codec, bucket, received, seeds, total[:filled])
+        _decoded(self.codec, self.aggregate, bucket, received, seeds, total[:filled])
         seed = bucket.seed(SALT + 1, shared=False)
         debt = self._owed_by_server(bucket, total) if self.server_feedback else None
         return _encoded(self.codec, bucket, total, debt, seed, "shard mean")
@@ -155,17 +166,26 @@ def _encoded(codec: Codec, bucket: Bucket, flat: Tensor, owed: Tensor | None, se
     return codec.encode_owed(flat, owed, seed, out)
 
 
-def _mean(
-    codec: Codec, bucket: Bucket, payloads: Sequence[Payload], seeds: Sequence[int], out: Tensor
+def _decoded(
+    codec: Codec,
+    aggregate: Aggregate,
+    bucket: Bucket,
+    payloads: Sequence[Payload],
+    seeds: Sequence[int],
+    out: Tensor,
 ) -> Tensor:
-    """In rank order, so all ranks add up the same bits. Consumes the payloads."""
-    divisor = bucket.divisor()
-    total = out if out.dtype == torch.float32 else bucket.empty("wide sum", out.numel(), torch.float32)
-    scaled = [codec.scale(payload, 1 / divisor) for payload in payloads]
-    codec.decode_sum(payloads, total, seeds)
-    if not all(scaled):
-        total.div_(divisor)
-    return out if total is out else out.copy_(total)
+    """All payloads as one gradient. In rank order, so that all ranks get the same bits."""
+    if aggregate is mean:
+        total = out if out.dtype == torch.float32 else bucket.empty("wide sum", out.numel(), torch.float32)
+        codec.decode_sum(payloads, total, seeds, 1 / bucket.divisor())
+        return out if total is out else out.copy_(total)
+    world, numel = len(payloads), out.numel()
+    rows = bucket.empty("rows", world * numel, torch.float32).view(world, numel)
+    for row, payload, seed in zip(rows, payloads, seeds, strict=True):
+        codec.decode(payload, row, seed)
+    if numel and out.device.type != "meta":  # a dry run knows the shapes without asking
+        out.copy_(combined(aggregate, rows))
+    return out
 
 
 def _sent(codec: Codec, flat: Tensor, size: int, kept: Sequence[tuple[Payload, int]] | None) -> Sent | None:
@@ -183,7 +203,7 @@ def _sent(codec: Codec, flat: Tensor, size: int, kept: Sequence[tuple[Payload, i
 
 
 def _kept(bucket: Bucket, payloads: Sequence[Payload], seed: int) -> list[tuple[Payload, int]] | None:
-    """Copies, where feedback will ask for them: the wire and the mean overwrite the payloads."""
+    """Copies, where feedback will ask for them: the wire may overwrite the payloads."""
     if not bucket.feedback:
         return None
     return [(tuple(part.clone() for part in payload), seed + n) for n, payload in enumerate(payloads)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..aggregate.mean import mean
 from ..codecs.fp8 import Fp8
 from ..codecs.natural import Natural
 from ..codecs.randomk import RandomK
@@ -41,6 +42,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 CODECS: dict[str, Callable[..., Any]] = {
     part.__name__: part for part in (Raw, Int8, Int4, Int2, Sign, Fp8, Natural, TopK, RandomK)
 }
+AGGREGATES: dict[str, Callable[..., Any]] = {part.__name__: part for part in (mean,)}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,9 +61,9 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> S
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidValue(f"{text!r} is not a strategy: {error}") from None
-    known = {**STRATEGIES, **CODECS, **(names or {})}
+    known = {**STRATEGIES, **CODECS, **AGGREGATES, **(names or {})}
     strategy = _read(tree, known, text)
-    if strategy is known.get(text.strip()):
+    if strategy is known.get(text.strip()) and not _is_function(strategy):
         raise InvalidValue(f"{text!r} is a name only; write {text.strip()}()")
     if not isinstance(strategy, Strategy):
         raise InvalidValue(f"{text!r} reads as a {type(strategy).__name__}, not as a strategy")
@@ -72,8 +74,8 @@ def _read(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str) ->
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             part = _known(name, known, text)
-            if part is None or isinstance(part, torch.dtype):
-                raise InvalidValue(f"{name} in {text!r} takes no arguments")
+            if part is None or isinstance(part, torch.dtype) or _is_function(part):
+                raise InvalidValue(f"{name} in {text!r} takes no arguments; write it without brackets")
             if any(word.arg is None for word in keywords) or any(isinstance(a, ast.Starred) for a in args):
                 raise InvalidValue(f"* and ** are not read in {text!r}; write the arguments out")
             values = [_read(arg, known, text) for arg in args]
@@ -113,6 +115,11 @@ def _known(name: str, known: Mapping[str, Callable[..., Any]], text: str) -> Any
     raise InvalidValue(f"{name!r} in {text!r} is not known; {hint}")
 
 
+def _is_function(part: object) -> bool:
+    """An aggregate that is given as it is; others are classes, and are called with their options."""
+    return not isinstance(part, type) and any(part is known for known in AGGREGATES.values())
+
+
 def describe(value: object, *, shared_only: bool = False) -> str:
     """The text form: short, the same on every rank and in every process.
 
@@ -131,10 +138,11 @@ def describe(value: object, *, shared_only: bool = False) -> str:
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if callable(value):  # its address would differ from process to process
-        return f"<{getattr(value, '__qualname__', type(value).__qualname__)}>"
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _describe_part(value, shared_only)
+    if callable(value):  # its address would differ from process to process
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return str(name) if _is_function(value) else f"<{name}>"
     if type(value).__repr__ is object.__repr__:
         return f"<{type(value).__qualname__}>"
     return repr(value)

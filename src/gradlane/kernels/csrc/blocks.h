@@ -287,7 +287,7 @@ TARGET static void NAME(encode_block)(const Blocks *job, const float *p, int64_t
     float inverse;
     if (job->form == SIGN) {
         NAME(first_sums)(p, block, spare);
-        *(float *)side = mean_of(NAME(sum_of)(spare, block / 2), filled);
+        *(uint16_t *)side = mean_of(NAME(sum_of)(spare, block / 2), filled);
         NAME(marks)(p, block, 0, codes);
     } else if (job->form == NATURAL) {
         NAME(to_natural)(p, block, index, job->keys, codes);
@@ -312,7 +312,7 @@ TARGET static void NAME(encode_block)(const Blocks *job, const float *p, int64_t
 TARGET INLINE void NAME(decode_as)(const Blocks *job, const uint8_t *codes, const void *side, float *out,
                                    const float *from, int8_t *bytes, const int mode) {
     const int64_t block = job->block;
-    const float scale = job->form == NATURAL ? 0.0f : *(const float *)side;
+    const float scale = scale_at(job, side) * job->factor;
     switch (job->form) {
     case INT8: NAME(from_int8)((const int8_t *)codes, block, scale, out, from, mode); break;
     case INT4:
@@ -363,7 +363,7 @@ TARGET static void NAME(encode_left)(const Blocks *job, const float *x, float *o
 
 /* The same for signs. */
 TARGET static void NAME(signs_left)(const Blocks *job, const float *restrict x, float *restrict owed, uint8_t *codes,
-                                    float *side, float *restrict sums, float *restrict spare) {
+                                    uint16_t *side, float *restrict sums, float *restrict spare) {
     const int64_t block = job->block, half = block / 2;
     for (int64_t i = 0; i < half; i++) {
         float low = x[i] + owed[i], high = x[i + half] + owed[i + half];
@@ -372,11 +372,12 @@ TARGET static void NAME(signs_left)(const Blocks *job, const float *restrict x, 
         spare[i] = float_of(bits_of(low) & NO_SIGN) + float_of(bits_of(high) & NO_SIGN);
     }
     *side = mean_of(NAME(sum_of)(spare, half), block);
+    const float scale = widened(*side); /* the rounded one: the others will see no other */
     for (int64_t i = 0; i < block; i += 32) {
         fetch_ahead(x + i, 32);
         fetch_ahead(owed + i, 32);
         NAME(marks)(sums + i, 32, 0, codes + i / 8);
-        if (*side == *side) NAME(from_marks)(codes + i / 8, 32, *side, owed + i, sums + i, LEFT);
+        if (scale == scale) NAME(from_marks)(codes + i / 8, 32, scale, owed + i, sums + i, LEFT);
     }
 }
 
@@ -394,7 +395,7 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
         if (owed && job->form <= SIGN && !job->flags && filled == block) {
             uint8_t *codes = job->codes + b * job->code_bytes;
             if (job->form == SIGN)
-                NAME(signs_left)(job, x, owed, codes, (float *)job->side + b, sums, spare);
+                NAME(signs_left)(job, x, owed, codes, (uint16_t *)job->side + b, sums, spare);
             else
                 NAME(encode_left)(job, x, owed, codes, (float *)job->side + b, sums, spare);
             continue;
@@ -426,7 +427,8 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
         if (!owed) continue;
         /* What is owed stays as it was where the sum is not finite, so that it never ceases to be. */
         if (filled == block && !(job->flags & ROTATE) && job->form != NATURAL) {
-            if (*(float *)side == *(float *)side)
+            const float scale = scale_at(job, side);
+            if (scale == scale)
                 NAME(decode_block)(job, codes, side, owed, p, (int8_t *)spare, LEFT);
             continue;
         }

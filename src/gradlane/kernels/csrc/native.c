@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-#define ABI 2 /* the same number as in kernels/calls.py */
+#define ABI 4 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1
@@ -30,7 +30,7 @@ typedef struct {
     float *owed, *out;
     int64_t n, block, blocks, code_bytes, side_bytes;
     Keys keys;
-    float top, norm;
+    float top, norm, factor; /* the last for every scale that is read */
     const float *signs;
     uint8_t *codes;
     void *side;
@@ -52,9 +52,14 @@ typedef struct {
     Found *found;
 } Pick;
 
-INLINE float mean_of(float sum, int64_t count) {
-    float mean = sum / (float)count;
-    return mean <= FLT_MAX ? mean : float_of(QUIET_NAN);
+/* The scale of a block of signs: the mean as bfloat16, NaN where it is not finite. */
+INLINE uint16_t mean_of(float sum, int64_t count) {
+    uint16_t mean = narrowed(sum / (float)count);
+    return mean < INFINITE >> 16 ? mean : QUIET_NAN >> 16; /* it has no sign */
+}
+
+INLINE float scale_at(const Blocks *job, const void *side) {
+    return job->form == NATURAL ? 0.0f : job->form == SIGN ? widened(*(const uint16_t *)side) : *(const float *)side;
 }
 
 #define NAME(name) name##_portable
@@ -112,7 +117,7 @@ static void prepare_blocks(Blocks *job, float *signs) {
     job->top = tops[job->form];
     job->blocks = (job->n + job->block - 1) / job->block;
     job->code_bytes = job->block * bits[job->form] / 8;
-    job->side_bytes = job->form == NATURAL ? job->block / 8 : (int64_t)sizeof(float);
+    job->side_bytes = job->form == NATURAL ? job->block / 8 : job->form == SIGN ? 2 : 4;
     if (job->flags & ROTATE) {
         const Keys other = {job->keys.second, job->keys.first};
         for (int64_t i = 0; i < job->block; i++) signs[i] = draw((uint32_t)i, other) >> 31 ? -1.0f : 1.0f;
@@ -131,7 +136,7 @@ EXPORT void gradlane_encode_blocks(int level, int threads, int form, int flags, 
                                    void *side) {
     float signs[MOST_BLOCK];
     Blocks job = {.form = form, .flags = flags, .x = x, .owed = owed, .n = n, .block = block,
-                  .keys = {first, second}, .codes = codes, .side = side};
+                  .keys = {first, second}, .factor = 1.0f, .codes = codes, .side = side};
     run_blocks(AT_LEVEL(level, encode_part), &job, threads, signs);
 }
 
@@ -140,7 +145,7 @@ EXPORT void gradlane_decode_blocks(int level, int threads, int form, int flags, 
                                    float *out, int add) {
     float signs[MOST_BLOCK];
     Blocks job = {.form = form, .flags = flags, .add = add, .out = out, .n = n, .block = block,
-                  .keys = {first, second}, .codes = (uint8_t *)codes, .side = (void *)side};
+                  .keys = {first, second}, .factor = 1.0f, .codes = (uint8_t *)codes, .side = (void *)side};
     run_blocks(AT_LEVEL(level, decode_part), &job, threads, signs);
 }
 
@@ -174,17 +179,18 @@ static void decode_many_part(void *argument, int part, int parts) {
     }
 }
 
-/* keys holds two numbers for each payload. Returns -1 where there is no memory. */
+/* keys holds two numbers for each payload; NATURAL, without scales, takes no factor. Returns -1 where there is no memory. */
 EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int count, const uint8_t *const *codes,
-                                void *const *sides, const uint32_t *keys, int64_t n, int64_t block, float *out) {
+                                void *const *sides, const uint32_t *keys, int64_t n, int64_t block, float *out,
+                                float factor) {
     const size_t room = (flags & ROTATE) ? (size_t)block : 1;
     Blocks *jobs = malloc((size_t)count * sizeof *jobs);
     float *signs = malloc((size_t)count * room * sizeof *signs);
     if (jobs && signs) {
         for (int i = 0; i < count; i++) {
             jobs[i] = (Blocks){.form = form, .flags = flags, .add = i > 0, .out = out, .n = n, .block = block,
-                               .keys = {keys[2 * i], keys[2 * i + 1]}, .codes = (uint8_t *)codes[i],
-                               .side = sides[i]};
+                               .keys = {keys[2 * i], keys[2 * i + 1]}, .factor = factor,
+                               .codes = (uint8_t *)codes[i], .side = sides[i]};
             prepare_blocks(&jobs[i], signs + (size_t)i * room);
         }
         Many many = {AT_LEVEL(level, decode_part), jobs, count};

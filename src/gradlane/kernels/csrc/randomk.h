@@ -33,11 +33,10 @@ EXPORT void gradlane_random_gather(const float *x, int64_t n, int64_t run, int64
 }
 
 EXPORT void gradlane_random_scatter(const float *values, int64_t n, int64_t run, int64_t units, uint32_t first,
-                                    uint32_t second, int sign, float *out) {
+                                    uint32_t second, float factor, float *out) {
     Strata strata = strata_of(n, run, units, (Keys){first, second});
     for (int64_t unit = 0; unit < units; unit++, values += run) {
         int64_t place = next_run(&strata, unit) * run;
-        for (int64_t i = 0; i < run && place + i < n; i++)
-            out[place + i] = sign > 0 ? out[place + i] + values[i] : out[place + i] - values[i];
+        for (int64_t i = 0; i < run && place + i < n; i++) out[place + i] += values[i] * factor;
     }
 }

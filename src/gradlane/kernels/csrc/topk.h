@@ -137,16 +137,17 @@ EXPORT int64_t gradlane_topk_select(int level, int threads, const float *x, floa
     return total;
 }
 
-/* out[place] += value. A payload comes from the network: what does not fit is not followed. */
+/* out[place] += value * factor. A payload comes from the network: what does not fit is not followed. */
 EXPORT void gradlane_topk_scatter(const void *values, int narrow, const uint16_t *indices, const int32_t *counts,
-                                  int64_t k, int64_t n, float *out) {
+                                  int64_t k, int64_t n, float *out, float factor) {
     int64_t slot = 0;
     for (int64_t base = 0; base < n; base += 65536) {
         int64_t count = counts[base >> 16];
         for (int64_t i = 0; i < count && slot < k; i++, slot++) {
             int64_t place = base + indices[slot];
-            if (place < n)
-                out[place] += narrow ? widened(((const uint16_t *)values)[slot]) : ((const float *)values)[slot];
+            if (place >= n) continue;
+            const float value = narrow ? widened(((const uint16_t *)values)[slot]) : ((const float *)values)[slot];
+            out[place] += value * factor;
         }
     }
 }

@@ -1,0 +1,1 @@
+"""How the contributions of all ranks become one gradient: functions from [world, n] to [n]."""

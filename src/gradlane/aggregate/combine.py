@@ -1,0 +1,45 @@
+"""What an aggregate is, and what is checked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue, WrongType
+
+Aggregate = Callable[[Tensor], Tensor]
+"""From fp32 rows [world, n], row r being what rank r sent, to [n] in the same order of elements. The same
+rows must give the same bits everywhere. It may overwrite the rows. A rank that joined is a row of zeros."""
+
+
+def combined(aggregate: Aggregate, rows: Tensor) -> Tensor:
+    """What the aggregate makes of the rows."""
+    world, count = rows.shape
+    found: object = aggregate(rows)
+    wanted = f"return float32[{count}] on {rows.device}, a number for each column"
+    if not isinstance(found, Tensor):
+        raise WrongType(f"the aggregate {_name(aggregate)} returned {type(found).__name__}; {wanted}")
+    if found.shape != rows.shape[1:] or found.dtype != torch.float32 or found.device != rows.device:
+        told = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)} on {found.device}"
+        raise InvalidValue(
+            f"the aggregate {_name(aggregate)} made {told} of float32[{world}, {count}]; {wanted}"
+        )
+    return found
+
+
+def check_aggregate(aggregate: object, strategy: str) -> None:
+    """Refuse, when it is written, what cannot be called, and a class where an instance is meant."""
+    if isinstance(aggregate, type):
+        name = aggregate.__name__
+        raise WrongType(f"{strategy} got the class {name} as aggregate; write aggregate={name}(...)")
+    if not callable(aggregate):
+        raise WrongType(
+            f"{strategy} aggregate={aggregate!r} cannot be called; use a function from [world, n] to [n], or "
+            "leave it out for the mean"
+        )
+
+
+def _name(aggregate: Aggregate) -> str:
+    return str(getattr(aggregate, "__qualname__", type(aggregate).__qualname__))

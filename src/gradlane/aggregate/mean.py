@@ -1,0 +1,10 @@
+"""The plain mean."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def mean(rows: Tensor) -> Tensor:
+    """The mean over ranks. Exchanges know it, and do the same without making the rows."""
+    return rows.mean(0)
