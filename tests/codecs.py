@@ -18,6 +18,7 @@ CODECS: dict[str, gl.Codec] = {
     "int2 rotated": gl.Int2(block=64, rotate=True),
     "sign": gl.Sign(),
     "sign block 32": gl.Sign(block=32),
+    "sign rotated": gl.Sign(rotate=True),
     "fp8 e4m3": gl.Fp8(),
     "fp8 e5m2": gl.Fp8(format="e5m2", block=96),
     "natural": gl.Natural(),
@@ -30,16 +31,16 @@ CODECS: dict[str, gl.Codec] = {
 }
 
 NEAREST = ("int8", "int8 rotated", "int4", "int4 block 96", "int2", "int2 rotated", "sign", "sign block 32",
-           "fp8 e4m3", "fp8 e5m2")  # fmt: skip
+           "sign rotated", "fp8 e4m3", "fp8 e5m2")  # fmt: skip
 """Block codecs without chance: chunks encode to parts of the whole."""
 
 UNBIASED = ("int8 stochastic", "int4 stochastic", "int4 rotated stochastic", "int2 stochastic", "natural",
             "randomk unbiased")  # fmt: skip
 
 CONTRACTIONS = {"raw": 0.0, "int8": 1e-4, "int8 rotated": 1e-4, "int4": 0.02, "int2": 0.7,
-                "int2 rotated": 0.7, "sign": 0.37, "sign block 32": 0.37, "fp8 e4m3": 1e-3, "fp8 e5m2": 4e-3,
-                "topk": 0.99, "topk bfloat16": 0.95, "topk all": 0.0, "randomk": 0.995,
-                "randomk runs": 0.97}  # fmt: skip
+                "int2 rotated": 0.7, "sign": 0.37, "sign block 32": 0.37, "sign rotated": 0.37,
+                "fp8 e4m3": 1e-3, "fp8 e5m2": 4e-3, "topk": 0.99, "topk bfloat16": 0.95, "topk all": 0.0,
+                "randomk": 0.995, "randomk runs": 0.97}  # fmt: skip
 """|x - decoded|^2 / |x|^2 is at most this on Gaussian data."""
 
 

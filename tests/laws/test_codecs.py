@@ -256,11 +256,25 @@ def test_contraction(name):
         (gl.Int4(block=128, rounding="stochastic"), 2.8e-2),
         (gl.Int8(block=512, rotate=True), 5.5e-5),
         (gl.Sign(), 1 - 2 / math.pi),
+        (gl.Sign(rotate=True), 1 - 2 / math.pi),
     ],
     ids=gl.describe,
 )
 def test_errors_on_gaussian_data(codec, error):
     assert relative_error(codec, gaussian(1 << 20)) == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["sparse", "one large", "rows of many sizes"])
+def test_a_rotated_sign_loses_a_third_whatever_the_gradient_is_like(name):
+    x = gaussian(256 * 100)
+    if name == "sparse":
+        x = x * (torch.arange(len(x)) % 8 == 0)
+    elif name == "one large":
+        x = x * 1e-3 + (torch.arange(len(x)) % 256 == 77)
+    else:
+        x = x * torch.logspace(-3, 0, 4).repeat_interleave(64).repeat(100)
+    assert relative_error(gl.Sign(), x) > 0.6
+    assert relative_error(gl.Sign(rotate=True), x) < 0.4
 
 
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.linear])

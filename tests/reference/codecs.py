@@ -95,10 +95,13 @@ def bfloat16(number):
     return f32(rounded if rounded < 2.0**128 else "nan")
 
 
-def sign(x, block):
+def sign(x, block, seed=0, rotate=False):
     bits, scales = [], []
     for start in range(0, len(x), block):
         row = list(x[start : start + block])
+        if rotate:
+            row += [f32(0)] * (block - len(row))
+            row = hadamard([a * b for a, b in zip(row, signs(block, seed), strict=True)])
         tree = [abs(number) for number in row] + [f32(0)] * (block - len(row))
         while len(tree) > 1:
             half = len(tree) // 2

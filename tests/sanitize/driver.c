@@ -68,7 +68,7 @@ int main(void) {
             for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
                 const int64_t n = sizes[s];
                 for (int form = INT8; form <= NATURAL; form++)
-                    for (int flags = 0; flags < (form <= INT2 ? 4 : 1); flags++)
+                    for (int flags = 0; flags < (form <= INT2 ? 4 : form == SIGN ? 3 : 1); flags += form == SIGN ? ROTATE : 1)
                         blocks(level, 1, form, flags, n, form == NATURAL ? 1024 : 32 << (s % 9), kind);
                 for (int narrow = 0; narrow < 2; narrow++) {
                     topk(level, 1, n, n, narrow, kind);

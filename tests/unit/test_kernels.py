@@ -186,6 +186,7 @@ REFERENCES = {
     "int2 stochastic": lambda x, seed: reference.uniform(x, seed, 2, 32, stochastic=True),
     "sign": lambda x, seed: reference.sign(x, 256),
     "sign block 32": lambda x, seed: reference.sign(x, 32),
+    "sign rotated": lambda x, seed: reference.sign(x, 256, seed, rotate=True),
     "natural": reference.natural,
     "topk": lambda x, seed: reference.topk_exact(x, seed, gl.TopK().slots(len(x))),
     "topk all": lambda x, seed: reference.topk_exact(x, seed, len(x)),

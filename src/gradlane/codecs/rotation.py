@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..kernels.counter import Keys, draws
 
+ROTATE = 2  # the kernels' flag
+
 
 def signs(block: int, keys: Keys, device: torch.device) -> Tensor:
     """One sign for each place in a block: the same for all blocks, so that chunks are independent."""

@@ -12,11 +12,11 @@ from ..errors import InvalidValue
 from ..kernels.counter import Keys, uniforms
 from .blockwise import BlockCodec, Rows, check_block, scaled
 from .packing import pack, unpack
-from .rotation import rotated, rotated_back
+from .rotation import ROTATE, rotated, rotated_back
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS = ("nearest", "stochastic")
-STOCHASTIC, ROTATE = 1, 2  # the kernels' flags
+STOCHASTIC = 1  # the kernels' flag
 
 
 @dataclass(frozen=True)

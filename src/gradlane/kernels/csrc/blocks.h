@@ -287,7 +287,7 @@ TARGET static void NAME(encode_block)(const Blocks *job, const float *p, int64_t
     float inverse;
     if (job->form == SIGN) {
         NAME(first_sums)(p, block, spare);
-        *(uint16_t *)side = mean_of(NAME(sum_of)(spare, block / 2), filled);
+        *(uint16_t *)side = mean_of(NAME(sum_of)(spare, block / 2), job->flags & ROTATE ? block : filled);
         NAME(marks)(p, block, 0, codes);
     } else if (job->form == NATURAL) {
         NAME(to_natural)(p, block, index, job->keys, codes);

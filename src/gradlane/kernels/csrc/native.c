@@ -179,7 +179,8 @@ static void decode_many_part(void *argument, int part, int parts) {
     }
 }
 
-/* keys holds two numbers for each payload; NATURAL, without scales, takes no factor. Returns -1 where there is no memory. */
+/* keys holds two numbers for each payload; NATURAL, without scales, takes no factor. Returns -1 where there is no
+   memory. */
 EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int count, const uint8_t *const *codes,
                                 void *const *sides, const uint32_t *keys, int64_t n, int64_t block, float *out,
                                 float factor) {
