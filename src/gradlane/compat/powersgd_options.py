@@ -26,6 +26,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     start = options["start_powerSGD_iter"]
     if start <= 1 and (options["use_error_feedback"] or options["warm_start"]):
         raise InvalidValue(
-            f"start_powerSGD_iter={start} with use_error_feedback or warm_start; use 2 or more, as torch, "
+            f"start_powerSGD_iter={start} with use_error_feedback or warm_start; use 2 or more, as in torch, "
             "or gradlane.attach(ddp, ErrorFeedback(PowerSGD(rank))), which compresses from the first step on"
         )
