@@ -103,7 +103,8 @@ def all_hooks(rank, world):
                 model(data(rank, step)).backward()
             lost.append(float((gradient(ddp) - gradient(dense)).norm() / gradient(dense).norm()))
         equal = replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
-        found[name] = (equal, lost, finite(state), state.compression_stats()[0])
+        wide = all(owed.dtype == torch.float32 for owed in state.error_dict.values())
+        found[name] = (equal, lost, finite(state) and wide, state.compression_stats()[0])
     return found
 
 
@@ -115,6 +116,7 @@ def test_every_hook_with_many_buckets(world):
             narrow = 2**-10 if "fp16" in name else 2**-7 if "bf16" in name else 1e-6
             assert equal, name
             assert max(lost[:2]) <= narrow, name
+            assert (min(lost[:2]) > 1e-6) == ("(" in name), f"{name}: narrow where it should not be, or wide"
             assert min(lost[2:]) > 0.01, name
             assert max(lost[2:]) < 2, name
             assert fine, name

@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+import threading
 from datetime import timedelta
 
 import pytest
@@ -113,6 +114,36 @@ def destroyed_at_once(rank, path, cycles):
 def test_destroying_the_group_right_after(cycles):
     # torch: aborts or hangs
     assert run_ranks(destroyed_at_once, 2, cycles, init=False, deadline=120) == [[True] * cycles] * 2
+
+
+def one_after_the_other(rank):
+    for _ in range(6):
+        train_a_little(rank)
+        gc.collect()
+    return sum(thread.name.startswith("gradlane-") for thread in threading.enumerate())
+
+
+def test_a_state_that_is_dropped_takes_its_lane_along():
+    # when the next one opens: so there is one at the end
+    assert run_ranks(one_after_the_other, 2) == [1, 1]
+
+
+def on_a_subgroup(rank):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    state = compat.PowerSGDState(pairs[rank // 2], start_powerSGD_iter=2, min_compression_rate=1)
+    ddp = DistributedDataParallel(build(), process_group=pairs[rank // 2], **SMALL)
+    ddp.register_comm_hook(state, compat.powerSGD_hook)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(data(rank, step)).backward()
+    return gradient(ddp)
+
+
+def test_the_group_of_the_state_is_used():
+    first, second, third, fourth = run_ranks(on_a_subgroup, 4)
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert not torch.equal(first, third)
 
 
 def misuse(rank):

@@ -43,7 +43,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
     """PowerSGD for each gradient matrix; vectors and what would gain too little are sent as they are.
 
     Works with any number of buckets, on every backend. As in torch the first ``start_powerSGD_iter``
-    iterations are plain means.
+    iterations are plain means. With ``fp16_compress_wrapper`` or ``bf16_compress_wrapper`` round it, narrow
+    numbers are sent, and its memory stays as wide as it is.
     """
     return _TENSORS.reduce(state, bucket)
 
