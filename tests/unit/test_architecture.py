@@ -28,7 +28,9 @@ def test_strategies_never_touch_torch_distributed(path):
     assert not [name for name in imported(path) if name.startswith("torch.distributed")]
 
 
-@pytest.mark.parametrize("name", ["ddp.py", "compat.py"])
+@pytest.mark.parametrize(
+    "name", ["ddp.py", *(f"compat/{path.name}" for path in (SOURCE / "compat").glob("*.py"))]
+)
 def test_hook_modules_keep_live_annotations(name):
     assert "__future__.annotations" not in imported(SOURCE / name)
 

@@ -1,0 +1,91 @@
+"""The lanes of bare hooks: one for each process group and strategy, opened when the first bucket comes."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .._version import __version__
+from ..core.strategy import Strategy
+from ..errors import WrongType
+from ..lane.base import DEFAULT_TIMEOUT
+from ..lane.feed import Feed, NameOf
+from ..lane.open import open_lane
+from ..report.ledger import Ledger
+from ..report.sink import Observer
+from ..strategies.text import describe
+
+
+class _Open(NamedTuple):
+    """Neither is kept alive: a group must be free to be destroyed, a state to be dropped."""
+
+    group: "weakref.ref[Any]"
+    strategy: "weakref.ref[Strategy]"
+    feed: Feed
+
+
+_open: dict[tuple[int, int], _Open] = {}
+
+
+def name_by_place(index: int, place: int, parameter: Tensor) -> str:
+    """Enough where nothing is remembered by it: DDP rebuilds its buckets after the first step."""
+    return f"bucket{index}.{place}"
+
+
+def feed_of(
+    group: Any,
+    bucket: dist.GradBucket,
+    strategy: Strategy,
+    *,
+    name_of: NameOf = name_by_place,
+    parameters: Sequence[str] = (),
+    observers: Sequence[Observer] = (),
+) -> Feed:
+    """The feed of this group and this very strategy. All ranks must have opened it with the same strategy
+    and ``parameters``."""
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise WrongType(f"the state of this hook is a process group or None, got {type(group).__name__}")
+    known = _open.get((id(group), id(strategy)))
+    if known is not None and known.group() is group and known.strategy() is strategy:
+        return known.feed
+    _close_forgotten()
+    ledger = Ledger(observers)
+    opened = open_lane(
+        group,
+        bucket.buffer().device,
+        ledger,
+        {"version": __version__, "hook": describe(strategy)},
+        parameters=list(parameters),
+        timeout=DEFAULT_TIMEOUT,
+        doing="first use of a gradlane.compat hook",
+    )
+    feed = Feed(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes, name_of=name_of)
+    _open[id(group), id(strategy)] = _Open(weakref.ref(group), weakref.ref(strategy), feed)
+    return feed
+
+
+def _close_forgotten() -> None:
+    """Lanes whose process group has been destroyed since, or whose strategy went with its state."""
+    for key, (group, strategy, feed) in list(_open.items()):
+        if strategy() is None or not _alive(group()):
+            feed.lane.close()
+            del _open[key]
+
+
+def _alive(group: Any) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return dist.is_initialized()
+
+
+def close_all() -> None:
+    """Close the lanes of all hooks; ``gradlane.shutdown`` calls it."""
+    for known in _open.values():
+        known.feed.lane.close()
+    _open.clear()
