@@ -23,8 +23,8 @@ import gradlane as gl
 from gradlane.kernels.native import VARIABLE, kernels_in_use
 
 CODECS = (gl.Raw(), gl.Int8(), gl.Int4(), gl.Int2(), gl.Sign(), gl.Fp8(), gl.Fp8(format="e5m2"), gl.Natural(),
-          gl.Int8(rounding="stochastic"), gl.Int4(rotate=True), gl.Sign(rotate=True), gl.TopK(), gl.TopK(value="bfloat16"),
-          gl.RandomK(), gl.RandomK(run=64))  # fmt: skip
+          gl.Int8(rounding="stochastic"), gl.Int4(rotate=True), gl.Sign(rotate=True), gl.TopK(),
+          gl.TopK(value="bfloat16"), gl.RandomK(), gl.RandomK(run=64))  # fmt: skip
 SETS = 4
 ACTS = ("encode", "decode", "decode+add", "encode+feedback")
 
