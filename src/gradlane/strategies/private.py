@@ -78,18 +78,21 @@ class Private(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
         flat = bucket.flat
-        square = await step_sum(squared_norm(flat))
+        room = bucket.empty("private piece", min(PIECE, flat.numel()), torch.float64)
+        square = await step_sum(squared_norm(flat, room))
         wide = flat
         if (dtype := torch.promote_types(flat.dtype, torch.float32)) != flat.dtype:
             wide = bucket.empty("private", flat.numel(), dtype).copy_(flat)
         if flat.device.type != "meta":
-            await self._give(wide, square, bucket)
+            await self._give(wide, square)
+            if self.noise:
+                add_noise(wide, self.noise * self.clip / math.sqrt(bucket.world), room)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         mean = reduced.mean if self.sampling == 1 else reduced.mean.div_(self.sampling)
         return Reduced(mean if wide is flat else flat.copy_(mean))
 
-    async def _give(self, flat: Tensor, square: Tensor, bucket: Bucket) -> None:
-        """Make of the gradient what this rank gives to the sum."""
+    async def _give(self, flat: Tensor, square: Tensor) -> None:
+        """Make of the gradient what this rank gives to the sum, but for its noise."""
         assert self.spent is not None
         if self._now is None or self._now.square is not square:  # all buckets of a step get the same tensor
             self._now = _Part(square, self.clip, self.sampling)
@@ -99,8 +102,6 @@ class Private(Strategy):
             flat.zero_()
         elif self._now.scale < 1:
             flat.mul_(self._now.scale)
-        if self.noise:
-            add_noise(flat, self.noise * self.clip / math.sqrt(bucket.world))
 
 
 class _Part:
@@ -115,28 +116,28 @@ class _Part:
         self.scale = 0.0 if self.nonfinite or not chosen else clip * WITHIN / norm if self.clipped else 1.0
 
 
-def squared_norm(flat: Tensor) -> Tensor:
-    """In fp64, where no fp32 gradient overflows; a piece at a time."""
+def squared_norm(flat: Tensor, room: Tensor) -> Tensor:
+    """In fp64, where no fp32 gradient overflows; as much at a time as there is room."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    if flat.device.type != "meta":
-        for piece in torch.split(flat, PIECE):
-            wide = piece.double()
+    if flat.device.type != "meta" and flat.numel():
+        for piece in torch.split(flat, room.numel()):
+            wide = room[: piece.numel()].copy_(piece)
             total += wide.dot(wide)
     return total
 
 
-def add_noise(flat: Tensor, deviation: float) -> None:
+def add_noise(flat: Tensor, deviation: float, room: Tensor) -> None:
     """Gaussian noise that nobody can draw again.
 
     The one place where randomness is no function of place (``bucket.seed``): who could draw the noise
     again could take it off. Each call has a key of 128 bits from the operating system, on every rank its own.
     """
     source = np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16), "little")))
-    drawn = np.empty(min(PIECE, flat.numel()))
-    for piece in torch.split(flat, PIECE):
+    drawn = room if room.device.type == "cpu" else torch.empty(room.shape, dtype=room.dtype)
+    for piece in torch.split(flat, max(1, room.numel())):
         part = drawn[: piece.numel()]
-        source.standard_normal(out=part)
-        piece.add_(torch.from_numpy(part).to(flat.device), alpha=deviation)
+        source.standard_normal(out=part.numpy())
+        piece.add_(part.to(flat.device), alpha=deviation)
 
 
 def refuse_private_inside(name: str, *inner: Strategy) -> None:

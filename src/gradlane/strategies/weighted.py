@@ -136,7 +136,7 @@ def _check_inner(inner: object) -> None:
         name = type(part).__name__
         if isinstance(part, WeightedMean):
             raise InvalidValue("WeightedMean inside WeightedMean; multiply the weights, and use one")
-        if getattr(part, "aggregate", mean) is not mean:
+        if any(getattr(part, field, mean) is not mean for field in ("aggregate", "rule")):
             raise InvalidValue(
                 f"WeightedMean weighs what a mean adds up, and the {name} inside it takes another aggregate "
                 "of the weighted gradients; use its default, or leave the weights out"
