@@ -107,6 +107,29 @@ def test_all_zero_weights_are_refused_on_all_ranks_whatever_carries_them():
     assert run_ranks(no_weights, 3) == [True] * 3
 
 
+def joined_weighs_nothing(rank, divide):
+    """Rank 0 joins after a step: then the others' gradients are the whole, whatever a mean divides by."""
+    model = DistributedDataParallel(build())
+    strategy = gl.WeightedMean(2.0 + rank, gl.Sharded(gl.Raw()), most=0.9)
+    with gl.attach(model, strategy, timeout=20), model.join(divide_by_initial_world_size=divide):
+        for step in range(1 if rank == 0 else 2):
+            model.zero_grad()
+            model(data(rank, step)).backward()
+    return flat([p.grad for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_joined_ranks_weigh_nothing_whatever_carries_the_mean(divide):
+    gradients = []
+    for rank in (1, 2):
+        alone = build()
+        alone(data(rank, 1)).backward()
+        gradients.append(flat([p.grad for p in alone.parameters() if p.requires_grad]))
+    wanted = (3.0 * gradients[0] + 4.0 * gradients[1]) / 7.0
+    for found in run_ranks(joined_weighs_nothing, 3, divide)[1:]:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
 class Still(nn.Module):
     """100,000 parameters whose gradient is zeros."""
 

@@ -63,6 +63,8 @@ def test_the_ends():
     for delta in (0, 1, -1e-5, math.nan):
         with pytest.raises(gl.InvalidValue, match=r"delta=.*such as 1e-5"):
             epsilon_of(1.0, 1.0, 1, delta)
+    with pytest.raises(gl.InvalidValue, match="steps=-1"):
+        epsilon_of(1.0, 1.0, -1, 1e-5)
 
 
 @pytest.mark.parametrize(

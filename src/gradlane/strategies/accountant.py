@@ -24,6 +24,8 @@ def epsilon_of(noise: float, sampling: float, steps: int, delta: float) -> float
     """
     if not 0 < delta < 1:
         raise InvalidValue(f"delta={delta}; use a number above 0 and below 1, such as 1e-5")
+    if steps < 0:
+        raise InvalidValue(f"steps={steps}; use a number of steps from 0 up")
     if steps == 0:
         return 0.0
     if noise == 0:
