@@ -96,6 +96,17 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "bf16": lambda: gl.Cast(gl.Mean(), torch.bfloat16),
     "weighted": lambda: gl.WeightedMean(weight_of_rank),
     "weighted bf16": lambda: gl.Cast(gl.WeightedMean(weight_of_rank), torch.bfloat16),
+    "weighted fp16": lambda: gl.Cast(gl.WeightedMean(weight_of_rank), torch.float16),
+    "weighted int8": lambda: gl.WeightedMean(weight_of_rank, gl.Sharded(gl.Int8(block=32))),
+    "weighted with a largest share": lambda: gl.WeightedMean(weight_of_rank, most=1.0),
+    "weighted feedback": lambda: gl.WeightedMean(
+        weight_of_rank, gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), most=1.0
+    ),
+    "private, no noise": lambda: gl.Private(gl.Mean(), clip=100.0, noise=0.0),
+    "private bf16, no noise": lambda: gl.Private(gl.Cast(gl.Mean(), torch.bfloat16), clip=100.0, noise=0.0),
+    "private powersgd, no noise": lambda: gl.Private(
+        gl.PowerSGD(1, min_compression_rate=1), clip=100.0, noise=0.0
+    ),
     "after": lambda: gl.After(2, then=gl.Cast(gl.Mean(), torch.bfloat16)),
     "route": lambda: gl.Route(
         {"*.bias": gl.Mean(), "a.*": gl.Cast(gl.Mean(), torch.float16)}, MajorityVote()
@@ -143,7 +154,8 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
 }
-"""``Noop`` is not among them: it is the one strategy that leaves replicas different."""
+"""``Noop`` is not among them: it is the one strategy that leaves replicas different. ``Private`` has no noise
+here: with it no run is like another, and test_private.py has laws for that."""
 
 OWING = (
     "int4 feedback",

@@ -43,9 +43,11 @@ from .strategies.function import strategy_from
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
 from .strategies.mean import Mean, Noop
+from .strategies.private import Private
 from .strategies.route import Route
 from .strategies.schedule import After
 from .strategies.text import describe, parse
+from .strategies.tokens import TokenCount
 from .strategies.weighted import WeightedMean
 
 del torch
@@ -77,6 +79,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "PowerSGD",
+    "Private",
     "RandomK",
     "RanksDisagree",
     "Raw",
@@ -92,6 +95,7 @@ __all__ = [
     "Strategy",
     "Summed",
     "Timing",
+    "TokenCount",
     "TopK",
     "Trace",
     "WeightedMean",

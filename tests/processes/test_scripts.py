@@ -1,9 +1,11 @@
 """Whole scripts, as a user runs them: torchrun, a real interpreter's end, nothing left behind."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,14 @@ ENDINGS = {
 }
 
 
-def torchrun(script, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(script, *arguments, ranks=2):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return python(*launcher, str(script), *arguments)
+
+
+def python(*arguments):
     return subprocess.run(
-        [*command, str(script), *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -48,3 +54,30 @@ def test_the_example_learns():
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_rule_of_ones_own_leaves_the_giveaway_alone():
+    done = torchrun(ROOT / "examples" / "own_aggregation.py")
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"(\w+): ([+-][\d.]+) on the giveaway", done.stdout))
+    assert float(found["mean"]) > 0.15
+    assert abs(float(found["agreeing"])) < 0.02
+
+
+def test_the_rule_of_ones_own_is_under_fifteen_lines():
+    script = ast.parse((ROOT / "examples" / "own_aggregation.py").read_text())
+    (rule,) = [n for n in script.body if isinstance(n, ast.FunctionDef) and n.name == "agreeing"]
+    assert rule.end_lineno - rule.lineno < 15
+
+
+@pytest.mark.parametrize("launch", [python, pytest.param(partial(torchrun, ranks=4), id="torchrun")])
+def test_four_sites_of_which_one_is_broken(launch):
+    done = launch(str(ROOT / "examples" / "federated_sites.py"))
+    assert done.returncode == 0, done.stderr
+    right = {name: float(share) for share, name in re.findall(r"([\d.]+)% right: (.+)", done.stdout)}
+    assert len(right) == 6
+    best = right["by samples, the broken site known"]
+    assert best > 88
+    assert right["trimmed mean, by samples"] > best - 2
+    assert right["trimmed mean"] > best - 4
+    assert max(right["mean"], right["by samples"]) < 65

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradlane as gl
-from gradlane.core.running import Running
+from gradlane.core.running import Running, step_total
 from gradlane.core.scratch import Scratch
 from gradlane.simulate.exchange import exchange
 
@@ -48,6 +48,8 @@ def step(strategies, scratches, number):
         ranks.append(Running(strategy, bucket, lambda bucket, note: None))
     with allocations:
         requests = [running.resume() for running in ranks]
+        if ranks[0].meeting is not None:
+            requests = [running.resume(step_total([running])) for running in ranks]
     while requests[0] is not None:
         answers = exchange(requests, [running.bucket for running in ranks])
         with allocations:
@@ -68,6 +70,9 @@ def step(strategies, scratches, number):
         "ErrorFeedback(Sharded(Fp8()))",
         "ErrorFeedback(Gathered(TopK(0.01)))",
         "ErrorFeedback(Summed(RandomK(0.01)))",
+        "WeightedMean(2.0)",
+        "WeightedMean(2.0, ErrorFeedback(Sharded(Int8())), most=0.5)",
+        "Private(Mean(), 1.0, 1.0)",
     ],
 )
 @pytest.mark.parametrize("world", [2, 4])

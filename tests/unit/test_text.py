@@ -18,6 +18,9 @@ EXCHANGES = [
     "Gathered(Raw())",
     "Sharded(Int8(), server_feedback=True)",
     "ErrorFeedback(Sharded(Int4(block=32), aggregate=Clipped(2.0)))",
+    "WeightedMean(3.0, inner=Sharded(Int8()), most=0.5)",
+    "Private(Mean(), 1.0, 1.1)",
+    "Private(PowerSGD(rank=2), 0.5, 2.0, sampling=0.25)",
 ]
 
 

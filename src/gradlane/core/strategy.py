@@ -39,6 +39,10 @@ class Strategy(ABC):
     settles: ClassVar[bool] = False
     """Whether it takes ``bucket.owed`` into account by itself, in the same pass as its own work."""
 
+    linear: ClassVar[bool] = False
+    """Whether the answer depends on nothing but the sum of what the ranks give in this step, and on what all
+    know: no memory of a rank's own, nothing rounded to codes before the sum. Of a wrapper: if so inside."""
+
     @abstractmethod
     async def reduce(self, bucket: Bucket) -> Reduced:
         """Await collectives until every rank holds the same gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,9 +11,8 @@ from torch import Tensor
 from ..core.bucket import Bucket
 from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
 from ..core.running import intercept
-from ..core.strategy import Reduced, Strategy, parts
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
-from .weighted import WeightedMean
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 SAMPLE = 16_384  # elements looked at for underflow in each message
@@ -30,6 +30,7 @@ class Cast(Strategy):
 
     inner: Strategy
     dtype: torch.dtype
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Strategy):
@@ -40,11 +41,6 @@ class Cast(Strategy):
             raise InvalidValue(
                 f"dtype={self.dtype} cannot be summed by the backends; use one of "
                 f"{', '.join(str(dtype) for dtype in NARROW)}"
-            )
-        if self.dtype == torch.float16 and any(isinstance(p, WeightedMean) for p in parts(self.inner)):
-            raise InvalidValue(
-                "float16 ends at 65504, which weights such as token counts soon pass on the wire; "
-                "use Cast(WeightedMean(...), bfloat16)"
             )
 
     async def reduce(self, bucket: Bucket) -> Reduced:

@@ -29,6 +29,7 @@ class Summed(Strategy):
 
     codec: Codec
     settles: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         name = _checked(self.codec, "Summed")

@@ -11,8 +11,10 @@ from ..codecs.base import Codec, keep_finite
 from ..core.bucket import Bucket
 from ..core.collectives import note
 from ..core.memory import Memory
-from ..core.strategy import Reduced, Strategy
+from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from .private import refuse_private_inside
+from .weighted import WeightedMean
 
 KEPT_IN = (torch.float32, torch.bfloat16)
 SAMPLE = 16_384  # elements looked at for the norm, at least
@@ -102,3 +104,9 @@ def _check_inner(inner: object, name: str) -> None:
     if not isinstance(inner, Strategy):
         got = type(inner).__name__
         raise WrongType(f"{name} wraps a strategy, got {got}; write {name}(Gathered(TopK(0.01))), say")
+    refuse_private_inside(name, inner)
+    if any(isinstance(part, WeightedMean) for part in parts(inner)):
+        raise InvalidValue(
+            f"{name} outside of WeightedMean would weigh what is owed by a later step's weights; put it "
+            f"inside: WeightedMean(weight, {name}(...))"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..core.bucket import Bucket
 from ..core.collectives import all_reduce
@@ -12,6 +13,8 @@ from ..core.strategy import Reduced, Strategy
 @dataclass
 class Mean(Strategy):
     """The mean over all ranks by one all-reduce per bucket: what DDP does without a hook."""
+
+    linear: ClassVar[bool] = True
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..core.bucket import Bucket, Slot
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 from .mean import Mean
+from .private import refuse_private_inside
 
 OTHERWISE = ""
 
@@ -28,6 +30,7 @@ class Route(Strategy):
 
     rules: Mapping[str, Strategy]
     otherwise: Strategy = field(default_factory=Mean)
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -40,6 +43,7 @@ class Route(Strategy):
                     f"{pattern!r} leads to a {type(strategy).__name__}; a route leads from a name "
                     "pattern to a strategy"
                 )
+        refuse_private_inside("Route", *self.rules.values(), self.otherwise)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         shares = _shares(tuple(self.rules), bucket.layout)

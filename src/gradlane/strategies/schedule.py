@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..core.bucket import Bucket
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from .mean import Mean
+from .private import refuse_private_inside
 
 
 @dataclass
@@ -17,6 +19,7 @@ class After(Strategy):
     step: int
     then: Strategy
     first: Strategy = field(default_factory=Mean)
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.step, bool) or not isinstance(self.step, int):
@@ -26,6 +29,7 @@ class After(Strategy):
         for name in ("then", "first"):
             if not isinstance(getattr(self, name), Strategy):
                 raise WrongType(f"{name}={getattr(self, name)!r} is not a strategy; write Mean(), say")
+        refuse_private_inside("After", self.then, self.first)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         chosen = self.first if bucket.step < self.step else self.then

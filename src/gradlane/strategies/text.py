@@ -18,8 +18,7 @@ from ..codecs.raw import Raw
 from ..codecs.sign import Sign
 from ..codecs.topk import TopK
 from ..codecs.uniform import Int2, Int4, Int8
-from ..core.memory import Memory
-from ..core.strategy import Strategy, options
+from ..core.strategy import Stateful, Strategy, options
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
 from .dgc import DGC
@@ -28,6 +27,7 @@ from .feedback import ErrorFeedback, ErrorFeedback21
 from .lowrank.acpsgd import AcpSGD
 from .lowrank.powersgd import PowerSGD
 from .mean import Mean, Noop
+from .private import Private
 from .route import Route
 from .schedule import After
 from .weighted import WeightedMean
@@ -35,7 +35,7 @@ from .weighted import WeightedMean
 STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
     for part in (
-        *(Mean, Noop, Cast, WeightedMean, After, Route),
+        *(Mean, Noop, Cast, WeightedMean, Private, After, Route),
         *(Summed, Gathered, Sharded, ErrorFeedback, ErrorFeedback21, DGC, PowerSGD, AcpSGD),
     )
 }
@@ -152,8 +152,8 @@ def _describe_part(part: object, shared_only: bool) -> str:
     shown: list[str] = []
     positional = True  # as long as nothing was left out and the field has no default
     for field, name, value in options(part):
-        if isinstance(value, Memory):
-            continue
+        if isinstance(value, Stateful) and not isinstance(value, Strategy):
+            continue  # a memory or a ledger is no option
         if shared_only and field is not None and field.metadata.get("per_rank"):
             positional = False
             continue

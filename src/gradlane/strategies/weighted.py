@@ -2,103 +2,142 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
+from ..aggregate.mean import mean
 from ..core.bucket import Bucket
-from ..core.collectives import all_reduce
-from ..core.strategy import Reduced, Strategy
+from ..core.collectives import all_gather, all_reduce
+from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
-
-Weight = float | Callable[[], float] | Callable[[Bucket], float]
+from .mean import Mean
+from .private import refuse_private_inside
+from .shares import ROUNDING, shares
+from .weight import Asked, Mine, Weight
 
 
 @dataclass
 class WeightedMean(Strategy):
-    """sum(w_i * g_i) / sum(w_i), by one all-reduce of [w*g, w] per bucket.
+    """sum(w_i * g_i) / sum(w_i), carried by any strategy that takes a mean.
 
-    ``weight`` is this rank's number, or a function that is asked once per step, so that all buckets
-    of a step agree: how many samples or tokens this rank has just seen, say. It may take the bucket
-    (``lambda bucket: tokens[bucket.rank]``) or nothing. A rank with weight 0 is not counted, nor is
-    one that has joined early. If all weights are 0 every rank raises.
+    ``weight`` is this rank's number, a function that is asked once per step, so that all buckets
+    of a step agree (how many samples this rank has just seen, say), or a ``TokenCount``. A function may take
+    the bucket (``lambda bucket: tokens[bucket.rank]``) or nothing. A rank with weight 0 is not counted, nor
+    is one that has joined early. If all weights are 0 every rank raises.
 
-    Gradients narrower than fp32 travel as fp32, because a sum of weights soon leaves their range.
+    With the plain mean inside there is one all-reduce of [w*g, w] per bucket, in fp32 at least. With any
+    other, inside a ``Cast``, or with ``most``, the weights go first in a message of their own, 8 bytes to
+    each rank, and ``inner`` gets n * w_i / sum(w) * g_i, in fp32 at least.
+
+    ``most`` is the largest share of the whole that a rank may have, where weights are not to be trusted: see
+    ``shares``. Feedback belongs inside, ``WeightedMean(w, ErrorFeedback(...))``: what is owed was weighed
+    in its own step, and is not weighed again.
     """
 
     weight: Weight = field(metadata={"per_rank": True})
+    inner: Strategy = field(default_factory=Mean)
+    most: float | None = None
 
     def __post_init__(self) -> None:
-        self._asked: tuple[int, float] | None = None  # (step, weight)
-        if not callable(self.weight):
-            _checked(self.weight)
-            self._takes_bucket = False
-        else:
-            self._takes_bucket = _takes_one_argument(self.weight)
+        self._asked = Asked(self.weight)
+        if self.most is not None and not 0 < self.most <= 1:
+            raise InvalidValue(f"most={self.most}; it is a share of the whole, above 0 and at most 1")
+        _check_inner(self.inner)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        if bucket.flat.is_sparse:
-            name = bucket.names[0]
-            raise WrongType(
-                f"WeightedMean cannot carry the sparse gradient of {name!r}; use a dense embedding, "
-                f"or Route({{{name!r}: Mean()}}, otherwise=WeightedMean(...))"
-            )
+        _check_bucket(bucket)
+        mine = self._asked.mine(bucket)
+        if type(self.inner) is Mean and self.most is None and not _narrowed(bucket):
+            return Reduced(await _in_one_message(bucket, mine))
         flat = bucket.flat
-        dtype = torch.promote_types(flat.dtype, torch.float32)
-        weight = 0.0 if bucket.joined else self._weight(bucket)
-        message = bucket.empty("weighted mean", flat.numel() + 1, dtype)
-        # Not weight * nan: what a rank that does not count holds must not reach the others.
-        if weight:
-            message[:-1].copy_(flat).mul_(weight)
-        else:
-            message[:-1].zero_()
-        message[-1] = weight
-        total = await all_reduce(message, op="sum")
-        weights = total[-1]
-        if weights.device.type != "meta" and not weights > 0:
+        factor = await self._factor(bucket, mine)
+        wide = flat
+        if (dtype := _wide(flat)) != flat.dtype:
+            wide = bucket.empty("weighted", flat.numel(), dtype).copy_(flat)
+        # Not 0 * nan: what a rank that does not count holds must not reach the others.
+        wide = wide.mul_(factor) if factor else wide.zero_()
+        reduced = await self.inner.reduce(replace(bucket, flat=wide))
+        return Reduced(reduced.mean if wide is flat else flat.copy_(reduced.mean))
+
+    async def _factor(self, bucket: Bucket, mine: Mine) -> float:
+        """What makes this rank's gradient its part of a plain mean."""
+        if self.most is not None and self.most * bucket.world < 1 - ROUNDING:
             raise InvalidValue(
-                f"the weights of all {bucket.world} ranks add up to {weights.item():g} in step "
-                f"{bucket.step}; at least one rank needs a weight above 0"
+                f"most={self.most:g} is not possible with {bucket.world} ranks, whose shares add up to 1; "
+                f"use at least 1/{bucket.world}"
             )
-        return Reduced(flat.copy_(total[:-1].div_(weights)))
+        # The bits of a double as an integer: no ``Cast`` around narrows it.
+        bits = torch.tensor([mine.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
+        everyone = await all_gather((bits,))
+        if bits.device.type == "meta":
+            return 1.0
+        weights = [row.view(torch.float64).item() for (row,) in everyone]
+        if not any(weights):
+            raise _nobody_counts(bucket, 0.0)
+        if not mine.weight:
+            return 0.0
+        share = shares(weights, self.most)[bucket.rank]
+        return share * bucket.divisor() * (mine.times / mine.weight)
 
-    def _weight(self, bucket: Bucket) -> float:
-        if not callable(self.weight):
-            return self.weight
-        if bucket.flat.device.type == "meta":
-            return 1.0  # a dry run must not ask: the answer may not be there yet
-        if self._asked is None or self._asked[0] != bucket.step or bucket.index == 0:
-            value = self.weight(bucket) if self._takes_bucket else self.weight()  # type: ignore[call-arg]
-            self._asked = (bucket.step, _checked(value))
-        return self._asked[1]
+
+async def _in_one_message(bucket: Bucket, mine: Mine) -> Tensor:
+    flat = bucket.flat
+    message = bucket.empty("weighted mean", flat.numel() + 1, _wide(flat))
+    if mine.weight:
+        message[:-1].copy_(flat).mul_(mine.times)
+    else:
+        message[:-1].zero_()
+    message[-1] = mine.weight
+    total = await all_reduce(message, op="sum")
+    weights = total[-1]
+    if weights.device.type != "meta" and not weights > 0:
+        raise _nobody_counts(bucket, weights.item())
+    return flat.copy_(total[:-1].div_(weights))
 
 
-def _checked(weight: object) -> float:
-    try:
-        value = float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+def _wide(flat: Tensor) -> torch.dtype:
+    return torch.promote_types(flat.dtype, torch.float32)
+
+
+def _narrowed(bucket: Bucket) -> bool:
+    """Whether a ``Cast`` around would round the weights of a common message."""
+    return bucket.wire is not None and bucket.wire.itemsize < _wide(bucket.flat).itemsize
+
+
+def _nobody_counts(bucket: Bucket, total: float) -> InvalidValue:
+    return InvalidValue(
+        f"the weights of all {bucket.world} ranks add up to {total:g} in step {bucket.step}; "
+        "at least one rank needs a weight above 0"
+    )
+
+
+def _check_bucket(bucket: Bucket) -> None:
+    if bucket.flat.is_sparse:
+        name = bucket.names[0]
         raise WrongType(
-            f"weight is a {type(weight).__name__}; give a number, or a function that returns one"
-        ) from None
-    if not (math.isfinite(value) and value >= 0):
-        raise InvalidValue(f"weight={value:g} is not possible; it must be finite and at least 0")
-    return value
+            f"WeightedMean cannot carry the sparse gradient of {name!r}; use a dense embedding, "
+            f"or Route({{{name!r}: Mean()}}, otherwise=WeightedMean(...))"
+        )
+    if bucket.feedback:
+        raise InvalidValue(
+            "feedback outside of WeightedMean would weigh what is owed by a later step's weights; "
+            "put it inside: WeightedMean(weight, ErrorFeedback(...))"
+        )
 
 
-def _takes_one_argument(function: Callable[..., float]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin that tells nothing about itself
-        return False
-    needed = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(needed) > 1:
-        raise WrongType(f"weight takes {len(needed)} arguments; it is called with the bucket or with none")
-    return len(needed) == 1
+def _check_inner(inner: object) -> None:
+    if not isinstance(inner, Strategy):
+        got = type(inner).__name__
+        raise WrongType(f"WeightedMean wraps a strategy, got {got}; write WeightedMean(weight, Mean())")
+    refuse_private_inside("WeightedMean", inner)
+    for part in parts(inner):
+        name = type(part).__name__
+        if isinstance(part, WeightedMean):
+            raise InvalidValue("WeightedMean inside WeightedMean; multiply the weights, and use one")
+        if any(getattr(part, field, mean) is not mean for field in ("aggregate", "rule")):
+            raise InvalidValue(
+                f"WeightedMean weighs what a mean adds up, and the {name} inside it takes another aggregate "
+                "of the weighted gradients; use its default, or leave the weights out"
+            )

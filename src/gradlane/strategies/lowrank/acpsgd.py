@@ -36,6 +36,7 @@ class AcpSGD(Strategy):
     left: Memory | None = None
     right: Memory | None = None
     settles: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_common("AcpSGD", self.rank, self.min_compression_rate, self.view)

@@ -59,6 +59,7 @@ class PowerSGD(Strategy):
     seed: int = 0
     factors: Memory | None = None
     settles: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_common("PowerSGD", self.rank, self.min_compression_rate, self.view)

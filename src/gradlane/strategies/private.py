@@ -1,0 +1,183 @@
+"""A mean that says little about any one worker."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from random import SystemRandom
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.bucket import Bucket
+from ..core.collectives import note, step_sum
+from ..core.strategy import Reduced, Strategy, parts
+from ..errors import InvalidValue, WrongType
+from ..log import log
+from .accountant import Spent, epsilon_of
+
+PIECE = 65_536  # elements at a time: the doubles they become stay in the cache
+WITHIN = 1 - 1e-6  # of ``clip``: rounding may not carry a norm above it
+
+
+@dataclass
+class Private(Strategy):
+    """Differential privacy for whole workers, *never for single examples*: their data as one.
+
+    1. Each worker's whole gradient, all buckets together, is scaled down to a norm of at most ``clip``.
+    2. Each of n ranks adds Gaussian noise of deviation ``noise * clip / sqrt(n)``, so that the sum has
+       ``noise * clip`` and the mean ``noise * clip / n``. Ranks that have joined early add theirs too.
+    3. ``inner`` takes the mean.
+
+    ``epsilon(delta)`` says what all steps so far have cost. Two neighbouring runs differ by one worker, whose
+    contributions are there or are zeros in every step; n, which the mean divides by, is public and the same
+    in both. The bound covers what leaves the group of ranks: averaged gradients, weights. It does not cover
+    one rank against another, because a rank knows its own noise and may see single messages; nor buffers,
+    metrics or losses, which do not pass through here.
+
+    ``sampling``: each worker takes part in a step with this probability (a secret coin; its gradient counts
+    as zeros otherwise), and the mean is divided by it. The accountant credits that.
+
+    Inside may be what depends on nothing but the sum of what the ranks give in this step: ``Mean``, ``Cast``
+    to bfloat16, ``PowerSGD``, ``Summed``. Gradients that are not finite count as zeros
+    (``private_nonfinite`` in the metrics); ``private_clipped`` counts the steps in which this rank was
+    clipped. ``noise=0`` only clips.
+
+    Sources: McMahan et al. (2018) for the mechanism, Mironov (2017; et al., 2019) for the accountant.
+    """
+
+    inner: Strategy
+    clip: float
+    noise: float
+    sampling: float = 1.0
+    spent: Spent | None = None
+
+    def __post_init__(self) -> None:
+        _check_inner(self.inner)
+        if not (self.clip > 0 and math.isfinite(self.clip)):
+            raise InvalidValue(f"Private clip={self.clip}; use a norm above 0")
+        if not (self.noise >= 0 and math.isfinite(self.noise)):
+            raise InvalidValue(f"Private noise={self.noise}; use a multiple of clip from 0 up, such as 1.0")
+        if not 0 < self.sampling <= 1:
+            raise InvalidValue(f"Private sampling={self.sampling}; use a probability above 0, at most 1")
+        if self.noise == 0:
+            log.warning("Private with noise=0 clips and hides nothing: its epsilon is infinite")
+        self.spent = self.spent or Spent(self.noise, self.sampling)
+        self._now: _Part | None = None
+
+    def epsilon(self, delta: float, steps: int | None = None) -> float:
+        """(epsilon, delta)-differential privacy *per worker*, never per example, of the steps so far.
+
+        ``steps`` asks for a number of steps instead, to plan a run. Failed steps count: something was sent.
+        """
+        assert self.spent is not None
+        return epsilon_of(self.noise, self.sampling, self.spent.steps if steps is None else steps, delta)
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        _check_bucket(bucket)
+        flat = bucket.flat
+        room = bucket.empty("private piece", min(PIECE, flat.numel()), torch.float64)
+        square = await step_sum(squared_norm(flat, room))
+        wide = flat
+        if (dtype := torch.promote_types(flat.dtype, torch.float32)) != flat.dtype:
+            wide = bucket.empty("private", flat.numel(), dtype).copy_(flat)
+        if flat.device.type != "meta":
+            await self._give(wide, square)
+            if self.noise:
+                add_noise(wide, self.noise * self.clip / math.sqrt(bucket.world), room)
+        reduced = await self.inner.reduce(replace(bucket, flat=wide))
+        mean = reduced.mean if self.sampling == 1 else reduced.mean.div_(self.sampling)
+        return Reduced(mean if wide is flat else flat.copy_(mean))
+
+    async def _give(self, flat: Tensor, square: Tensor) -> None:
+        """Make of the gradient what this rank gives to the sum, but for its noise."""
+        assert self.spent is not None
+        if self._now is None or self._now.square is not square:  # all buckets of a step get the same tensor
+            self._now = _Part(square, self.clip, self.sampling)
+            self.spent.steps += 1  # before anything is sent
+            await note(private_clipped=self._now.clipped, private_nonfinite=self._now.nonfinite)
+        if self._now.scale == 0:  # not 0 * nan
+            flat.zero_()
+        elif self._now.scale < 1:
+            flat.mul_(self._now.scale)
+
+
+class _Part:
+    """How this rank takes part in one step."""
+
+    def __init__(self, square: Tensor, clip: float, sampling: float) -> None:
+        self.square = square
+        norm = math.sqrt(square.item())
+        self.nonfinite = not math.isfinite(norm)
+        self.clipped = not self.nonfinite and norm > clip * WITHIN
+        chosen = SystemRandom().random() < sampling
+        self.scale = 0.0 if self.nonfinite or not chosen else clip * WITHIN / norm if self.clipped else 1.0
+
+
+def squared_norm(flat: Tensor, room: Tensor) -> Tensor:
+    """In fp64, where no fp32 gradient overflows; as much at a time as there is room."""
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    if flat.device.type != "meta" and flat.numel():
+        for piece in torch.split(flat, room.numel()):
+            wide = room[: piece.numel()].copy_(piece)
+            total += wide.dot(wide)
+    return total
+
+
+def add_noise(flat: Tensor, deviation: float, room: Tensor) -> None:
+    """Gaussian noise that nobody can draw again.
+
+    The one place where randomness is no function of place (``bucket.seed``): who could draw the noise
+    again could take it off. Each call has a key of 128 bits from the operating system, on every rank its own.
+    """
+    source = np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16), "little")))
+    drawn = room if room.device.type == "cpu" else torch.empty(room.shape, dtype=room.dtype)
+    for piece in torch.split(flat, max(1, room.numel())):
+        part = drawn[: piece.numel()]
+        source.standard_normal(out=part.numpy())
+        piece.add_(part.to(flat.device), alpha=deviation)
+
+
+def refuse_private_inside(name: str, *inner: Strategy) -> None:
+    """For wrappers that would leave some gradients out of the bound, or add to them behind it."""
+    if any(isinstance(part, Private) for strategy in inner for part in parts(strategy)):
+        raise InvalidValue(
+            f"{name} around Private would break its bound, which is for whole gradients, as they are, in "
+            "every step; Private is the outermost, but for Cast"
+        )
+
+
+def _check_inner(inner: object) -> None:
+    if not isinstance(inner, Strategy):
+        got = type(inner).__name__
+        raise WrongType(f"Private wraps a strategy, got {got}; write Private(Mean(), clip=1.0, noise=1.0)")
+    for part in parts(inner):
+        if not part.linear:
+            raise InvalidValue(
+                f"Private cannot hold {type(part).__name__}: the noise of all ranks protects their sum, so "
+                "what is inside may depend on this step's sum alone. Feedback keeps parts of a gradient for "
+                "later, weights and robust rules treat ranks apart, other codecs encode before the noises "
+                "have met. Write Private(Mean(), ...), or to send less Private(Cast(Mean(), bfloat16), ...), "
+                "Private(PowerSGD(), ...) or Private(Summed(RandomK()), ...), without feedback"
+            )
+        if getattr(part, "dtype", None) == torch.float16:
+            raise InvalidValue(_FP16)
+
+
+def _check_bucket(bucket: Bucket) -> None:
+    if bucket.flat.is_sparse:
+        raise WrongType(
+            f"Private cannot hide the sparse gradient of {bucket.names[0]!r}, whose places tell which rows "
+            "were used; use a dense embedding"
+        )
+    if bucket.feedback:
+        raise InvalidValue(
+            "feedback around Private would take its noise off again in the next step; leave it out"
+        )
+    if bucket.wire == torch.float16:
+        raise InvalidValue(_FP16)
+
+
+_FP16 = "Private with float16 on the wire: small noise would vanish there, and hide nothing; use bfloat16"
