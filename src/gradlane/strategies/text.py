@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
+from ..aggregate.adasum import AdaSum
+from ..aggregate.centre import CenteredClipping, GeometricMedian
+from ..aggregate.krum import Bulyan, Krum, MultiKrum
 from ..aggregate.mean import mean
+from ..aggregate.middle import Median, NearMedian, TrimmedMean
+from ..aggregate.mixing import NNM
+from ..aggregate.watch import Watch
 from ..codecs.fp8 import Fp8
 from ..codecs.natural import Natural
 from ..codecs.randomk import RandomK
@@ -22,6 +28,7 @@ from ..core.memory import Memory
 from ..core.strategy import Strategy, options
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
+from .combined import Combined
 from .dgc import DGC
 from .exchange import Gathered, Sharded, Summed
 from .feedback import ErrorFeedback, ErrorFeedback21
@@ -36,13 +43,19 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
     for part in (
         *(Mean, Noop, Cast, WeightedMean, After, Route),
-        *(Summed, Gathered, Sharded, ErrorFeedback, ErrorFeedback21, DGC, PowerSGD, AcpSGD),
+        *(Summed, Gathered, Sharded, Combined, ErrorFeedback, ErrorFeedback21, DGC, PowerSGD, AcpSGD),
     )
 }
 CODECS: dict[str, Callable[..., Any]] = {
     part.__name__: part for part in (Raw, Int8, Int4, Int2, Sign, Fp8, Natural, TopK, RandomK)
 }
-AGGREGATES: dict[str, Callable[..., Any]] = {part.__name__: part for part in (mean,)}
+AGGREGATES: dict[str, Callable[..., Any]] = {
+    part.__name__: part
+    for part in (
+        *(mean, Median, TrimmedMean, NearMedian, Krum, MultiKrum, Bulyan, GeometricMedian, CenteredClipping),
+        *(AdaSum, NNM, Watch),
+    )
+}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
