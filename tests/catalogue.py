@@ -141,6 +141,10 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "adasum": lambda: gl.Combined(gl.AdaSum()),
     "mixed": lambda: gl.Combined(gl.NNM(0, then=gl.Median()), watch=gl.Watch(patience=2)),
     "mixed twice": lambda: gl.Combined(gl.NNM(0, then=gl.NNM(0, then=gl.GeometricMedian()))),
+    "momentum": lambda: gl.WorkerMomentum(gl.Combined(gl.Median())),
+    "momentum int4 feedback": lambda: gl.WorkerMomentum(
+        gl.ErrorFeedback(gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))), beta=0.5
+    ),
     "some by a rule": lambda: gl.Route({"*.bias": gl.Mean()}, otherwise=gl.Combined(gl.GeometricMedian())),
     "ef21": lambda: gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.2))),
     "ef21 sharded": lambda: gl.ErrorFeedback21(gl.Sharded(gl.Int4(block=32))),

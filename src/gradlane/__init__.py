@@ -51,6 +51,7 @@ from .strategies.function import strategy_from
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
 from .strategies.mean import Mean, Noop
+from .strategies.momentum import WorkerMomentum
 from .strategies.route import Route
 from .strategies.schedule import After
 from .strategies.text import describe, parse
@@ -119,6 +120,7 @@ __all__ = [
     "TrimmedMean",
     "Watch",
     "WeightedMean",
+    "WorkerMomentum",
     "WrongState",
     "WrongType",
     "__version__",

@@ -98,14 +98,26 @@ class Watch:
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        seen, runs, broken = (state.get(name, torch.zeros(0, 4)) for name in ("seen", "runs", "broken"))
-        if not all(isinstance(part, Tensor) for part in (seen, runs, broken)) or runs.shape[1:] != (4,):
-            raise InvalidValue("the state of Watch is damaged; pass what its state_dict() gave")
         self._forget()
-        if "step" in state:
-            self._pending = (int(state["step"]), seen.clone())
-        self._runs = {int(rank): [int(part) for part in run] for rank, *run in runs.tolist()}
-        self._broken = {int(rank) for rank in broken.view(-1).tolist()}
+        try:
+            if "step" in state:
+                self._pending = (int(state["step"]), _square(state["seen"]).clone())
+            if "runs" in state:
+                self._runs = {
+                    rank: [since, steps, named] for rank, since, steps, named in state["runs"].tolist()
+                }
+            if "broken" in state:
+                self._broken = {int(rank) for rank in state["broken"].tolist()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self._forget()
+            raise InvalidValue("the state of Watch is damaged; pass what its state_dict() gave") from None
+
+
+def _square(seen: Tensor) -> Tensor:
+    ranks, columns = seen.shape
+    if columns != ranks + 1:
+        raise ValueError
+    return seen
 
 
 def _warn(me: int, about: int, text: str, *values: object) -> None:

@@ -35,6 +35,7 @@ from .feedback import ErrorFeedback, ErrorFeedback21
 from .lowrank.acpsgd import AcpSGD
 from .lowrank.powersgd import PowerSGD
 from .mean import Mean, Noop
+from .momentum import WorkerMomentum
 from .route import Route
 from .schedule import After
 from .weighted import WeightedMean
@@ -43,7 +44,18 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
     for part in (
         *(Mean, Noop, Cast, WeightedMean, After, Route),
-        *(Summed, Gathered, Sharded, Combined, ErrorFeedback, ErrorFeedback21, DGC, PowerSGD, AcpSGD),
+        *(
+            Summed,
+            Gathered,
+            Sharded,
+            Combined,
+            WorkerMomentum,
+            ErrorFeedback,
+            ErrorFeedback21,
+            DGC,
+            PowerSGD,
+            AcpSGD,
+        ),
     )
 }
 CODECS: dict[str, Callable[..., Any]] = {
