@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
-from ..kernels.rows import mean_of_sorted
+from ..kernels.rows import mean_near_middle, mean_of_sorted
 from .rule import RowRule, check_count
-
-BLOCK = 16_384  # columns; with their order they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,5 @@ class NearMedian(RowRule):
             raise InvalidValue(f"keep={self.keep} is more than {ranks} ranks; use {ranks} or less")
 
     def __call__(self, rows: Tensor) -> Tensor:
-        ranks, count = rows.shape
-        self.check(ranks)
-        answer = rows.new_empty(count)
-        for start in range(0, count, BLOCK):
-            block = rows[:, start : start + BLOCK].sort(0).values
-            middle = (block[(ranks - 1) // 2] + block[ranks // 2]) / 2
-            kept = (block - middle).abs().argsort(dim=0, stable=True)[: self.keep].sort(0).values
-            torch.mean(block.gather(0, kept), 0, out=answer[start : start + BLOCK])
-        return answer
+        self.check(len(rows))
+        return mean_near_middle(rows, self.keep)

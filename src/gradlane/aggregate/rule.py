@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
+
+BLOCK = 8192  # columns of which mixed rows stay in the cache
 
 
 class Rule(ABC):
@@ -49,6 +52,16 @@ class Mixture:
     """fp64 [m, ranks]: the rows that come out, as linear combinations of the ranks'."""
     then: RowRule | None = None
     """What makes one of them, element by element; None where m is 1."""
+
+    def applied(self, rows: Tensor) -> Tensor:
+        """From fp32 rows [ranks, n] to [n]."""
+        weights = self.weights.to(rows)
+        if self.then is None:
+            return torch.mv(rows.t(), weights[0])
+        answer = rows.new_empty(rows.shape[1])
+        for start in range(0, len(answer), BLOCK):
+            answer[start : start + BLOCK] = self.then(weights @ rows[:, start : start + BLOCK])
+        return answer
 
 
 class GramRule(Rule):

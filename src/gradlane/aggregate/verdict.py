@@ -43,8 +43,7 @@ class Verdict:
         if self.mixture is None:
             assert not isinstance(self.rule, GramRule)
             return combined(self.rule, rows)  # type: ignore[arg-type]  # a rule that is no GramRule is one
-        mixed = self.mixture.weights.to(rows) @ rows
-        return mixed[0] if self.mixture.then is None else self.mixture.then(mixed)
+        return self.mixture.applied(rows)
 
     @cached_property
     def distances(self) -> Tensor:

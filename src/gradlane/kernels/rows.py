@@ -19,24 +19,48 @@ BLOCK = 16_384  # columns; in fp64 they stay in the cache
 
 
 def mean_of_sorted(rows: Tensor, low: int, high: int) -> Tensor:
-    """Of each column the mean of its values from the ``low``-th smallest to before the ``high``-th, from 0
-    on.
+    """Of each column the mean of its values from the ``low``-th smallest to before the ``high``-th, from 0.
 
     The values must be finite.
     """
-    ranks, count = rows.shape
-    out = rows.new_empty(count)
-    native = _native(rows)
+    native, out = _native(rows), rows.new_empty(rows.shape[1])
     if native is not None:
-        native.middle(rows.contiguous(), network(ranks), low, high, out)
+        native.middle(rows.contiguous(), network(len(rows)), out, low, high)
         return out
-    for start in range(0, count, BLOCK):
+    for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
-        total = out[start : start + BLOCK].copy_(block[low])
-        for row in block[low + 1 : high]:
-            total.add_(row)
-        total.div_(high - low)
+        out[start : start + BLOCK] = _sum(block[low:high]).div_(high - low)
     return out
+
+
+def mean_near_middle(rows: Tensor, keep: int) -> Tensor:
+    """Of each column the mean of the ``keep`` values nearest to its median; of two equally near the smaller.
+
+    In a sorted column they are neighbours: the run of ``keep`` moves up while the value above it is nearer
+    than its lowest. The values must be finite.
+    """
+    native, out = _native(rows), rows.new_empty(rows.shape[1])
+    if native is not None:
+        native.middle(rows.contiguous(), network(len(rows)), out, keep=keep)
+        return out
+    ranks = len(rows)
+    for start in range(0, len(out), BLOCK):
+        block = rows[:, start : start + BLOCK].sort(0).values
+        middle = (block[(ranks - 1) // 2] + block[ranks // 2]) / 2
+        total = _sum(block[:keep])
+        for low in range(ranks - keep):
+            nearer = block[low + keep] - middle < middle - block[low]
+            total = torch.where(nearer, _sum(block[low + 1 : low + 1 + keep]), total)
+        out[start : start + BLOCK] = total.div_(keep)
+    return out
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """In their order, as the compiled kernel adds."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total.add_(row)
+    return total
 
 
 def inner_products(rows: Tensor) -> Tensor:
@@ -49,7 +73,8 @@ def inner_products(rows: Tensor) -> Tensor:
         return gram
     for start in range(0, count, BLOCK):
         wide = rows[:, start : start + BLOCK].double()
-        gram.addmm_(wide, wide.t())
+        for row, sums in zip(wide, gram, strict=True):
+            sums += (wide * row).sum(1)  # adds in pairs; a matrix product would lose two digits more
     return gram
 
 

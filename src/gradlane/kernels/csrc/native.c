@@ -60,7 +60,7 @@ typedef struct {
     const float *x;
     float *out;
     int64_t columns;
-    int rows, low, high, pairs;
+    int rows, low, high, keep, pairs; /* keep: so many nearest to the middle, instead of low to high */
     const uint8_t *network;
 } Middle;
 
@@ -229,10 +229,11 @@ EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int
 
 /* -- rules over ranks ---------------------------------------------------------------------------- */
 
-/* out[c] = mean of the low-th to the (high - 1)-th smallest of column c of x, [rows, columns]. */
+/* out[c] = the mean of the low-th to the (high - 1)-th smallest of column c of x, [rows, columns]; or, where keep
+   is not 0, of the keep values nearest to its median. */
 EXPORT void gradlane_middle(int level, int threads, const float *x, int rows, int64_t columns,
-                            const uint8_t *network, int pairs, int low, int high, float *out) {
-    Middle job = {.x = x, .out = out, .columns = columns, .rows = rows, .low = low, .high = high,
+                            const uint8_t *network, int pairs, int low, int high, int keep, float *out) {
+    Middle job = {.x = x, .out = out, .columns = columns, .rows = rows, .low = low, .high = high, .keep = keep,
                   .pairs = pairs, .network = network};
     spread(AT_LEVEL(level, middle_part), &job, threads_for(rows * columns, threads));
 }

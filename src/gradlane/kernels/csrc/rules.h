@@ -9,27 +9,54 @@ TARGET INLINE void NAME(compare)(float *restrict low, float *restrict high) {
     }
 }
 
-/* Sorted by a network: the same comparisons for every column, so that they run in vectors. */
+/* A tile of all rows, each column sorted by a network: the same comparisons for every column, so that they run
+   in vectors. Returns how many columns it has; the others hold anything that was there. */
+TARGET INLINE int64_t NAME(sort_tile)(const Middle *job, float tile[MOST_ROWS][TILE], int64_t start) {
+    const int64_t left = job->columns - start, width = left < TILE ? left : TILE;
+    for (int row = 0; row < job->rows; row++) {
+        const float *x = job->x + row * job->columns + start;
+        fetch_ahead(x, width);
+        memcpy(tile[row], x, (size_t)width * sizeof *x);
+    }
+    for (int p = 0; p < job->pairs; p++) NAME(compare)(tile[job->network[2 * p]], tile[job->network[2 * p + 1]]);
+    return width;
+}
+
+TARGET INLINE void NAME(add_rows)(float tile[MOST_ROWS][TILE], int low, int high, float *restrict total) {
+    memcpy(total, tile[low], TILE * sizeof *total);
+    for (int row = low + 1; row < high; row++)
+        for (int c = 0; c < TILE; c++) total[c] += tile[row][c];
+}
+
+/* The sum of the keep rows nearest to the middle: from the lowest on, the run of sorted rows moves up while the
+   row above it is nearer than its lowest. */
+TARGET INLINE void NAME(add_nearest)(const Middle *job, float tile[MOST_ROWS][TILE], float *restrict total) {
+    const float *a = tile[(job->rows - 1) / 2], *b = tile[job->rows / 2];
+    float ALIGNED middle[TILE], moved[TILE];
+    for (int c = 0; c < TILE; c++) middle[c] = (a[c] + b[c]) / 2.0f;
+    NAME(add_rows)(tile, 0, job->keep, total);
+    for (int low = 0; low + job->keep < job->rows; low++) {
+        const float *lowest = tile[low], *above = tile[low + job->keep];
+        NAME(add_rows)(tile, low + 1, low + 1 + job->keep, moved);
+        for (int c = 0; c < TILE; c++)
+            total[c] = above[c] - middle[c] < middle[c] - lowest[c] ? moved[c] : total[c];
+    }
+}
+
 TARGET static void NAME(middle_part)(void *argument, int part, int parts) {
     const Middle *job = argument;
     const int64_t tiles = (job->columns + TILE - 1) / TILE, last = tiles * (part + 1) / parts;
-    float ALIGNED tile[MOST_ROWS][TILE];
-    float ALIGNED total[TILE];
+    const float count = (float)(job->keep ? job->keep : job->high - job->low);
+    float ALIGNED tile[MOST_ROWS][TILE], total[TILE];
     memset(tile, 0, sizeof tile[0] * (size_t)job->rows);
     for (int64_t t = tiles * part / parts; t < last; t++) {
-        const int64_t start = t * TILE, left = job->columns - start, width = left < TILE ? left : TILE;
-        for (int row = 0; row < job->rows; row++) {
-            const float *x = job->x + row * job->columns + start;
-            fetch_ahead(x, width);
-            memcpy(tile[row], x, (size_t)width * sizeof *x);
-        }
-        for (int p = 0; p < job->pairs; p++) NAME(compare)(tile[job->network[2 * p]], tile[job->network[2 * p + 1]]);
-        memcpy(total, tile[job->low], sizeof total);
-        for (int row = job->low + 1; row < job->high; row++)
-            for (int c = 0; c < TILE; c++) total[c] += tile[row][c];
-        const float count = (float)(job->high - job->low);
+        const int64_t width = NAME(sort_tile)(job, tile, t * TILE);
+        if (job->keep)
+            NAME(add_nearest)(job, tile, total);
+        else
+            NAME(add_rows)(tile, job->low, job->high, total);
         for (int c = 0; c < TILE; c++) total[c] /= count;
-        memcpy(job->out + start, total, (size_t)width * sizeof *total);
+        memcpy(job->out + t * TILE, total, (size_t)width * sizeof *total);
     }
 }
 
