@@ -137,6 +137,26 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "int4 clipped feedback": lambda: gl.ErrorFeedback(
         gl.Sharded(gl.Int4(block=32), Clipped(2.0), server_feedback=True)
     ),
+    "median": lambda: gl.Combined(gl.Median()),
+    "median int8": lambda: gl.Combined(gl.Median(), gl.Int8(block=32)),
+    "median int4 feedback": lambda: gl.ErrorFeedback(gl.Combined(gl.Median(), gl.Int4(block=32))),
+    "median sharded": lambda: gl.Sharded(gl.Raw(), gl.Median()),
+    "aggregate of one's own": lambda: gl.Combined(median),
+    "multi-krum": lambda: gl.Combined(gl.MultiKrum(0, m=1)),
+    "geometric median": lambda: gl.Combined(gl.GeometricMedian()),
+    "geometric median bf16": lambda: gl.Cast(gl.Combined(gl.GeometricMedian()), torch.bfloat16),
+    "geometric median int4 feedback": lambda: gl.ErrorFeedback(
+        gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))
+    ),
+    "centered clipping": lambda: gl.Combined(gl.CenteredClipping(1.0)),
+    "adasum": lambda: gl.Combined(gl.AdaSum()),
+    "mixed": lambda: gl.Combined(gl.NNM(0, then=gl.Median()), watch=gl.Watch(patience=2)),
+    "mixed twice": lambda: gl.Combined(gl.NNM(0, then=gl.NNM(0, then=gl.GeometricMedian()))),
+    "momentum": lambda: gl.WorkerMomentum(gl.Combined(gl.Median())),
+    "momentum int4 feedback": lambda: gl.WorkerMomentum(
+        gl.ErrorFeedback(gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))), beta=0.5
+    ),
+    "some by a rule": lambda: gl.Route({"*.bias": gl.Mean()}, otherwise=gl.Combined(gl.GeometricMedian())),
     "ef21": lambda: gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.2))),
     "ef21 sharded": lambda: gl.ErrorFeedback21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),

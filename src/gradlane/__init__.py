@@ -5,7 +5,14 @@
 import torch.distributed.nn.functional
 
 from ._version import __version__
+from .aggregate.adasum import AdaSum
+from .aggregate.centre import CenteredClipping, GeometricMedian
+from .aggregate.krum import Bulyan, Krum, MultiKrum
 from .aggregate.mean import mean
+from .aggregate.middle import Median, NearMedian, TrimmedMean
+from .aggregate.mixing import NNM
+from .aggregate.rule import GramRule, Mixture, RowRule, Rule
+from .aggregate.watch import Watch
 from .attachment import Attachment
 from .codecs.base import Codec
 from .codecs.fp8 import Fp8
@@ -36,6 +43,7 @@ from .report.sink import Run, Sink
 from .simulate.dryrun import Trace, dry_run
 from .simulate.ranks import Simulation
 from .strategies.cast import Cast
+from .strategies.combined import Combined
 from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
 from .strategies.feedback import ErrorFeedback, ErrorFeedback21
@@ -43,6 +51,7 @@ from .strategies.function import strategy_from
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
 from .strategies.mean import Mean, Noop
+from .strategies.momentum import WorkerMomentum
 from .strategies.private import Private
 from .strategies.route import Route
 from .strategies.schedule import After
@@ -54,26 +63,38 @@ del torch
 
 __all__ = [
     "DGC",
+    "NNM",
     "AcpSGD",
+    "AdaSum",
     "After",
     "Attachment",
     "Bucket",
+    "Bulyan",
     "Cast",
+    "CenteredClipping",
     "Codec",
+    "Combined",
     "ErrorFeedback",
     "ErrorFeedback21",
     "Event",
     "Fp8",
     "Gathered",
+    "GeometricMedian",
     "GradlaneError",
+    "GramRule",
     "Int2",
     "Int4",
     "Int8",
     "InvalidValue",
     "JsonLines",
+    "Krum",
     "Mean",
+    "Median",
     "Memory",
+    "Mixture",
+    "MultiKrum",
     "Natural",
+    "NearMedian",
     "Noop",
     "Payload",
     "PeerFailed",
@@ -85,6 +106,8 @@ __all__ = [
     "Raw",
     "Reduced",
     "Route",
+    "RowRule",
+    "Rule",
     "Run",
     "Sharded",
     "Sign",
@@ -98,7 +121,10 @@ __all__ = [
     "TokenCount",
     "TopK",
     "Trace",
+    "TrimmedMean",
+    "Watch",
     "WeightedMean",
+    "WorkerMomentum",
     "WrongState",
     "WrongType",
     "__version__",

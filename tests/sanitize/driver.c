@@ -60,6 +60,22 @@ static void randomk(int64_t n, int64_t run, int64_t units, int kind) {
     free(x), free(values);
 }
 
+static void rules(int level, int threads, int rows, int64_t n, int kind) {
+    float *x = numbers(n * rows, kind, (Keys){5, 7}), *out = exactly(n * 4);
+    double *gram = exactly((int64_t)rows * rows * 8);
+    uint8_t *network = exactly(rows * rows);
+    int pairs = 0;
+    for (int i = 0; i < rows; i++) /* neighbours, back and forth */
+        for (int low = i % 2; low + 1 < rows; low += 2, pairs++)
+            network[2 * pairs] = (uint8_t)low, network[2 * pairs + 1] = (uint8_t)(low + 1);
+    gradlane_middle(level, threads, x, rows, n, network, pairs, 0, rows, 0, out);
+    gradlane_middle(level, threads, x, rows, n, network, pairs, (rows - 1) / 2, rows / 2 + 1, 0, out);
+    for (int keep = 1; keep <= rows; keep += 3)
+        gradlane_middle(level, threads, x, rows, n, network, pairs, 0, 0, keep, out);
+    gradlane_gram(level, threads, x, rows, n, gram);
+    free(x), free(out), free(gram), free(network);
+}
+
 int main(void) {
     static const int64_t sizes[] = {1, 7, 8, 31, 33, 63, 64, 65, 100, 511, 513, 1025, 4095, 4097, 70001};
     const int best = gradlane_best_level();
@@ -75,11 +91,14 @@ int main(void) {
                     topk(level, 1, n, n / 10 + 1, narrow, kind);
                 }
                 randomk(n, 1, n / 3 + 1, kind);
+                rules(level, 1, 1 + (int)s % 9, n, kind);
                 randomk(n, 7, (n + 6) / 7, kind);
             }
             for (int form = INT8; form <= NATURAL; form++)
                 blocks(level, 3, form, 0, 400001, form == NATURAL ? 1024 : 256, kind);
             topk(level, 3, 400001, 4001, kind % 2, kind);
+            rules(level, 3, 5, 200001, kind);
+            rules(level, 1, MOST_ROWS, 300, kind);
         }
     }
     printf("sanitized: levels 0 to %d\n", best);

@@ -209,3 +209,31 @@ def test_state_of_strategies_inside():
     assert second.state_dict()["then"]["rules[a]"]["memory"]["a"].item() == 2
     with pytest.raises(gl.InvalidValue, match="After has no state called now; it has then, first"):
         second.load_state_dict({"now": {}})
+
+
+def test_worker_momentum_is_the_optimizers_with_a_smaller_rate():
+    simulation = gl.Simulation(gl.WorkerMomentum(gl.Mean(), beta=0.75), world=2)
+    velocity = torch.zeros(5)
+    for step in range(6):
+        rows = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+        answer = simulation.step([{"a": row} for row in rows])[0]["a"]
+        velocity = 0.75 * velocity + rows.mean(0)
+        torch.testing.assert_close(answer, velocity * 0.25)
+
+
+def test_worker_momentum_sends_what_is_not_finite_and_forgets_it():
+    simulation = gl.Simulation(gl.WorkerMomentum(gl.Combined(gl.Median()), beta=0.5), world=3)
+    for step in range(3):
+        bad = math.nan if step == 1 else 8.0
+        answer = simulation.step([{"a": torch.tensor([bad])}, *[{"a": torch.tensor([8.0])}] * 2])[0]["a"]
+        assert answer.item() == [4.0, 6.0, 7.0][step]
+    assert simulation.strategies[0].state_dict()["memory"]["a"].item() == 6.0
+    assert simulation.figures["rank0_excluded"] == 3
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, math.nan])
+def test_worker_momentum_refuses_what_would_not_forget(beta):
+    with pytest.raises(gl.InvalidValue, match="use a number from 0 to below 1"):
+        gl.WorkerMomentum(gl.Mean(), beta)
+    with pytest.raises(gl.WrongType, match="WorkerMomentum wraps a strategy, got Median"):
+        gl.WorkerMomentum(gl.Median())

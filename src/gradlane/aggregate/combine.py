@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
+from .rule import GramRule
 
 Aggregate = Callable[[Tensor], Tensor]
 """From fp32 rows [world, n], row r being what rank r sent, to [n] in the same order of elements. The same
@@ -34,6 +35,11 @@ def check_aggregate(aggregate: object, strategy: str) -> None:
     if isinstance(aggregate, type):
         name = aggregate.__name__
         raise WrongType(f"{strategy} got the class {name} as aggregate; write aggregate={name}(...)")
+    if isinstance(aggregate, GramRule):
+        raise WrongType(
+            f"{strategy} decides shard by shard, and {type(aggregate).__name__} is about the whole gradient; "
+            f"write Combined({aggregate!r})"
+        )
     if not callable(aggregate):
         raise WrongType(
             f"{strategy} aggregate={aggregate!r} cannot be called; use a function from [world, n] to [n], or "

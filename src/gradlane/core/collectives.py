@@ -30,6 +30,8 @@ class Request:
     """One payload; for ``all_to_all`` one per destination."""
     op: Op | None
     over: Scope
+    exact: bool = False
+    """Figures that decide something, not gradients: a ``Cast`` outside leaves them as wide as they are."""
 
     def __await__(self) -> Generator[Request, Any, Any]:
         return (yield self)
@@ -73,16 +75,19 @@ class StepSum:
     """One bucket's part of a sum over all buckets of the step; needs no network."""
 
     tensor: Tensor
+    of: object = None
 
     def __await__(self) -> Generator[StepSum, Tensor, Tensor]:
         return (yield self)
 
 
-async def all_reduce(tensor: Tensor, *, op: Op = "mean", over: Scope = "world") -> Tensor:
+async def all_reduce(
+    tensor: Tensor, *, op: Op = "mean", over: Scope = "world", exact: bool = False
+) -> Tensor:
     """Combine one tensor over all ranks; the answer has its shape and dtype, bit-equal on every rank.
 
     You give the tensor away: the answer may be written into it. A mean divides before it adds, as
-    DDP does.
+    DDP does. ``exact``: no ``Cast`` outside may narrow it.
     """
     if not isinstance(tensor, Tensor):
         raise WrongType(f"all_reduce takes a tensor, got {type(tensor).__name__}")
@@ -97,7 +102,7 @@ async def all_reduce(tensor: Tensor, *, op: Op = "mean", over: Scope = "world") 
         raise InvalidValue(f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide")
     if not tensor.is_sparse:
         tensor = tensor.contiguous()
-    return cast(Tensor, await Request("all_reduce", ((tensor,),), op, _scope(over)))
+    return cast(Tensor, await Request("all_reduce", ((tensor,),), op, _scope(over), exact))
 
 
 async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload]:
@@ -120,16 +125,18 @@ async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> l
     return cast("list[Payload]", await Request("all_to_all", checked, None, _scope(over)))
 
 
-async def step_sum(tensor: Tensor) -> Tensor:
+async def step_sum(tensor: Tensor, *, of: object = None) -> Tensor:
     """The sum of this tensor over all buckets of the step that ask for it, on this rank.
 
     The way to know something of the whole gradient, its norm say, where a strategy sees a bucket at a time.
     All that ask wait for the step's last bucket, so what follows cannot overlap with backward; what was
-    awaited before can. Every bucket gets the same tensor: do not overwrite it.
+    awaited before can. Every bucket gets the same tensor: do not overwrite it. ``of`` says whose sum it is
+    (``of=self``): then two strategies in one step, which would add up what does not belong together, are
+    refused.
     """
     if not isinstance(tensor, Tensor):
         raise WrongType(f"step_sum takes a tensor, got {type(tensor).__name__}")
-    return await StepSum(tensor)
+    return await StepSum(tensor, of)
 
 
 async def note(**figures: Tensor | float) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..errors import WrongType
+from ..errors import InvalidValue, WrongType
 from .bucket import Bucket
 from .collectives import Note, Request, StepSum
 from .strategy import Reduced, Strategy
@@ -79,8 +79,14 @@ class Running:
 
 def step_total(waiting: Sequence[Running]) -> Tensor:
     """What ``step_sum`` answers to buckets that wait, in their order."""
-    tensors = [running.meeting.tensor for running in waiting if running.meeting is not None]
-    for running, tensor in zip(waiting, tensors, strict=True):
+    meetings = [running.meeting for running in waiting if running.meeting is not None]
+    tensors = [meeting.tensor for meeting in meetings]
+    for running, meeting, tensor in zip(waiting, meetings, tensors, strict=True):
+        if meeting.of is not meetings[0].of:
+            raise InvalidValue(
+                f"{running.where()}: two strategies with a step_sum of their own meet in one step; route all "
+                "parameters that need one to the same strategy, or use rules that decide bucket by bucket"
+            )
         if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
             raise WrongType(
                 f"{running.where()}: step_sum of {tensor.dtype} {list(tensor.shape)}, an earlier bucket gave "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .counter import Keys
 
-ABI = 4  # the same number as in csrc/native.c; raise both with every change of a signature
+ABI = 5  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
@@ -34,6 +34,11 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     ),
     "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), None),
     "random_gather": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
+    "middle": (
+        (*_HOW, c_void_p, c_int, c_int64, c_void_p, c_int, c_int, c_int, c_int, c_void_p),
+        None,
+    ),
+    "gram": ((*_HOW, c_void_p, c_int, c_int64, c_void_p), c_int),
     "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_float, c_void_p), None),
 }
 
@@ -151,6 +156,22 @@ class Native:
         self._call["random_scatter"](
             values.data_ptr(), into.numel(), run, units, *keys, factor, into.data_ptr()
         )
+
+    def middle(
+        self, rows: Tensor, network: bytes, out: Tensor, low: int = 0, high: int = 0, keep: int = 0
+    ) -> None:
+        """The mean of the low-th to the (high - 1)-th smallest of each column, or of the ``keep`` nearest to
+        its median; the network sorts."""
+        ranks, columns = rows.shape
+        self._call["middle"](
+            *self._how(), rows.data_ptr(), ranks, columns, network, len(network) // 2, low, high, keep,
+            out.data_ptr(),
+        )  # fmt: skip
+
+    def gram(self, rows: Tensor, out: Tensor) -> None:
+        """out = rows rows^T in fp64."""
+        ranks, columns = rows.shape
+        _or_no_memory(self._call["gram"](*self._how(), rows.data_ptr(), ranks, columns, out.data_ptr()))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -21,6 +21,7 @@ SAMPLE = 16_384  # elements looked at for underflow in each message
 @dataclass
 class Cast(Strategy):
     """Send every floating-point payload of ``inner`` as ``dtype``; inside, all stays as wide as it was.
+    What a strategy asks for as ``exact`` travels as it is.
 
     A mean divides before it narrows, so gradients of 1e5 and 0 average to 5e4 in fp16, where a cast
     first would make inf. Counted in the metrics: ``overflow``, finite values that became infinite
@@ -62,7 +63,7 @@ class _NarrowWire:
         self.kept: Tensor | None = None  # my share of a plain mean as it went out, for feedback
 
     async def answer(self, request: Request) -> object:
-        if not any(self._too_wide(tensor) for tensor in request.tensors):
+        if request.exact or not any(self._too_wide(tensor) for tensor in request.tensors):
             return await request
         if request.kind == "all_reduce":
             return await self._all_reduce(request)

@@ -79,7 +79,7 @@ class Private(Strategy):
         _check_bucket(bucket)
         flat = bucket.flat
         room = bucket.empty("private piece", min(PIECE, flat.numel()), torch.float64)
-        square = await step_sum(squared_norm(flat, room))
+        square = await step_sum(squared_norm(flat, room), of=self)
         wide = flat
         if (dtype := torch.promote_types(flat.dtype, torch.float32)) != flat.dtype:
             wide = bucket.empty("private", flat.numel(), dtype).copy_(flat)

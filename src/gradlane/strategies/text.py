@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
+from ..aggregate.adasum import AdaSum
+from ..aggregate.centre import CenteredClipping, GeometricMedian
+from ..aggregate.krum import Bulyan, Krum, MultiKrum
 from ..aggregate.mean import mean
+from ..aggregate.middle import Median, NearMedian, TrimmedMean
+from ..aggregate.mixing import NNM
+from ..aggregate.watch import Watch
 from ..codecs.fp8 import Fp8
 from ..codecs.natural import Natural
 from ..codecs.randomk import RandomK
@@ -21,12 +27,14 @@ from ..codecs.uniform import Int2, Int4, Int8
 from ..core.strategy import Stateful, Strategy, options
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
+from .combined import Combined
 from .dgc import DGC
 from .exchange import Gathered, Sharded, Summed
 from .feedback import ErrorFeedback, ErrorFeedback21
 from .lowrank.acpsgd import AcpSGD
 from .lowrank.powersgd import PowerSGD
 from .mean import Mean, Noop
+from .momentum import WorkerMomentum
 from .private import Private
 from .route import Route
 from .schedule import After
@@ -36,13 +44,20 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
     for part in (
         *(Mean, Noop, Cast, WeightedMean, Private, After, Route),
-        *(Summed, Gathered, Sharded, ErrorFeedback, ErrorFeedback21, DGC, PowerSGD, AcpSGD),
+        *(Summed, Gathered, Sharded, Combined, PowerSGD, AcpSGD),
+        *(ErrorFeedback, ErrorFeedback21, DGC, WorkerMomentum),
     )
 }
 CODECS: dict[str, Callable[..., Any]] = {
     part.__name__: part for part in (Raw, Int8, Int4, Int2, Sign, Fp8, Natural, TopK, RandomK)
 }
-AGGREGATES: dict[str, Callable[..., Any]] = {part.__name__: part for part in (mean,)}
+AGGREGATES: dict[str, Callable[..., Any]] = {
+    part.__name__: part
+    for part in (
+        *(mean, Median, TrimmedMean, NearMedian, Krum, MultiKrum, Bulyan, GeometricMedian, CenteredClipping),
+        *(AdaSum, NNM, Watch),
+    )
+}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -152,8 +167,12 @@ def _describe_part(part: object, shared_only: bool) -> str:
     shown: list[str] = []
     positional = True  # as long as nothing was left out and the field has no default
     for field, name, value in options(part):
-        if isinstance(value, Stateful) and not isinstance(value, Strategy):
-            continue  # a memory or a ledger is no option
+        if (
+            isinstance(value, Stateful)
+            and not isinstance(value, Strategy)
+            and not dataclasses.is_dataclass(value)
+        ):
+            continue  # a memory or a ledger is no option; a Watch has some
         if shared_only and field is not None and field.metadata.get("per_rank"):
             positional = False
             continue

@@ -1,12 +1,12 @@
 /* The kernels of gradlane's codecs. Plain C on bare pointers, called without the interpreter's lock.
 
    They give the same bits as the versions in torch, at every level of instructions and with any number of
-   threads: build with -ffp-contract=off and never with -ffast-math. blocks.h and select.h are compiled once
-   for each level; the caller says which to use. */
+   threads: build with -ffp-contract=off and never with -ffast-math. blocks.h, select.h and rules.h are compiled
+   once for each level; the caller says which to use. */
 
 #include "common.h"
 
-#define ABI 4 /* the same number as in kernels/calls.py */
+#define ABI 5 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1
@@ -52,6 +52,25 @@ typedef struct {
     Found *found;
 } Pick;
 
+#define MOST_ROWS 32 /* ranks; kernels/rows.py has the same number */
+#define TILE 128     /* columns of all rows: they stay in the first-level cache */
+#define PIECE_COLUMNS 16384
+
+typedef struct {
+    const float *x;
+    float *out;
+    int64_t columns;
+    int rows, low, high, keep, pairs; /* keep: so many nearest to the middle, instead of low to high */
+    const uint8_t *network;
+} Middle;
+
+typedef struct {
+    const float *x;
+    double *sums;
+    int64_t columns, pieces;
+    int rows;
+} Gram;
+
 /* The scale of a block of signs: the mean as bfloat16, NaN where it is not finite. */
 INLINE uint16_t mean_of(float sum, int64_t count) {
     uint16_t mean = narrowed(sum / (float)count);
@@ -67,6 +86,7 @@ INLINE float scale_at(const Blocks *job, const void *side) {
 #define WIDE 0
 #include "blocks.h"
 #include "select.h"
+#include "rules.h"
 #undef NAME
 #undef TARGET
 #undef WIDE
@@ -77,6 +97,7 @@ INLINE float scale_at(const Blocks *job, const void *side) {
 #define WIDE 1
 #include "blocks.h"
 #include "select.h"
+#include "rules.h"
 #undef NAME
 #undef TARGET
 
@@ -84,6 +105,7 @@ INLINE float scale_at(const Blocks *job, const void *side) {
 #define TARGET __attribute__((target("avx2,bmi,popcnt,avx512f,avx512bw,avx512dq,avx512vl")))
 #include "blocks.h"
 #include "select.h"
+#include "rules.h"
 #undef NAME
 #undef TARGET
 #undef WIDE
@@ -205,3 +227,30 @@ EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int
 
 #include "topk.h"
 #include "randomk.h"
+
+/* -- rules over ranks ---------------------------------------------------------------------------- */
+
+/* out[c] = the mean of the low-th to the (high - 1)-th smallest of column c of x, [rows, columns]; or, where keep
+   is not 0, of the keep values nearest to its median. */
+EXPORT void gradlane_middle(int level, int threads, const float *x, int rows, int64_t columns,
+                            const uint8_t *network, int pairs, int low, int high, int keep, float *out) {
+    Middle job = {.x = x, .out = out, .columns = columns, .rows = rows, .low = low, .high = high, .keep = keep,
+                  .pairs = pairs, .network = network};
+    spread(AT_LEVEL(level, middle_part), &job, threads_for(rows * columns, threads));
+}
+
+/* gram = x x^T in fp64. Returns -1 where there is no memory. */
+EXPORT int gradlane_gram(int level, int threads, const float *x, int rows, int64_t columns, double *gram) {
+    Gram job = {.x = x, .columns = columns, .pieces = (columns + PIECE_COLUMNS - 1) / PIECE_COLUMNS, .rows = rows};
+    const int64_t square = (int64_t)rows * rows;
+    job.sums = malloc((size_t)(job.pieces * square + 1) * sizeof *job.sums);
+    if (!job.sums) return -1;
+    spread(AT_LEVEL(level, gram_part), &job, threads_for(rows * columns, threads));
+    memset(gram, 0, sizeof *gram * (size_t)square);
+    for (int64_t piece = 0; piece < job.pieces; piece++)
+        for (int64_t i = 0; i < square; i++) gram[i] += job.sums[piece * square + i];
+    for (int row = 0; row < rows; row++)
+        for (int other = 0; other < row; other++) gram[other * rows + row] = gram[row * rows + other];
+    free(job.sums);
+    return 0;
+}

@@ -1,0 +1,71 @@
+"""Rules for each element by itself: what lies in the middle of the ranks' values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import InvalidValue
+from ..kernels.rows import mean_near_middle, mean_of_sorted
+from .rule import RowRule, check_count
+
+
+@dataclass(frozen=True)
+class Median(RowRule):
+    """The middle value of each element; with an even number of ranks the mean of the two in the middle.
+
+    Yin et al., 2018, "Byzantine-robust distributed learning: towards optimal statistical rates". A minority
+    of wrong ranks, of any size, cannot leave the range of the others: breakdown point 1/2.
+    """
+
+    def check(self, ranks: int) -> None:
+        """Any number of ranks has a median."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        ranks = len(rows)
+        return mean_of_sorted(rows, (ranks - 1) // 2, ranks // 2 + 1)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(RowRule):
+    """The mean of each element without the ``trim`` largest and the ``trim`` smallest values.
+
+    Yin et al., 2018, as ``Median``. Up to ``trim`` wrong ranks cannot leave the range of the others;
+    breakdown point trim / n. Needs n > 2 trim.
+    """
+
+    trim: int
+    wrong = "trim"
+
+    def __post_init__(self) -> None:
+        check_count(self, "trim")
+
+    def check(self, ranks: int) -> None:
+        if 2 * self.trim >= ranks:
+            raise InvalidValue(
+                f"trim={self.trim} leaves nothing of {ranks} ranks; use trim < {-(-ranks // 2)}"
+            )
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self.check(len(rows))
+        return mean_of_sorted(rows, self.trim, len(rows) - self.trim)
+
+
+@dataclass(frozen=True)
+class NearMedian(RowRule):
+    """The mean of the ``keep`` values that are nearest to the median of each element: Bulyan's second
+    half."""
+
+    keep: int
+
+    def __post_init__(self) -> None:
+        check_count(self, "keep", least=1)
+
+    def check(self, ranks: int) -> None:
+        if self.keep > ranks:
+            raise InvalidValue(f"keep={self.keep} is more than {ranks} ranks; use {ranks} or less")
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self.check(len(rows))
+        return mean_near_middle(rows, self.keep)

@@ -1,0 +1,102 @@
+"""What a robust rule is: from all ranks' rows to one, with a limit to how many ranks may be wrong."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue, WrongType
+
+BLOCK = 8192  # columns of which mixed rows stay in the cache
+
+
+class Rule(ABC):
+    """Make it a frozen dataclass of options: no state, comparable, with a text form."""
+
+    wrong: ClassVar[str | None] = None
+    """The option that says how many ranks may be wrong, where there is one."""
+
+    @abstractmethod
+    def check(self, ranks: int) -> None:
+        """Refuse a number of ranks that is too small for the options."""
+
+    def without(self, excluded: int) -> Rule:
+        """The rule for the others, when so many wrong ranks were found and left out already."""
+        if self.wrong is None:
+            return self
+        changed: dict[str, Any] = {self.wrong: max(0, getattr(self, self.wrong) - excluded)}
+        return replace(self, **changed)  # type: ignore[type-var]  # a dataclass
+
+
+class RowRule(Rule):
+    """A rule that looks at each element by itself, and so needs no more than a shard of each rank.
+
+    It is an aggregate as well: ``Sharded(Raw(), Median())``. The rows must be finite, which ``Combined``
+    sees to.
+    """
+
+    @abstractmethod
+    def __call__(self, rows: Tensor) -> Tensor:
+        """From finite fp32 rows [ranks, n] to [n]."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The answer of a rule that knows the whole gradients by their inner products only."""
+
+    weights: Tensor
+    """fp64 [m, ranks]: the rows that come out, as linear combinations of the ranks'."""
+    then: RowRule | None = None
+    """What makes one of them, element by element; None where m is 1."""
+
+    def applied(self, rows: Tensor) -> Tensor:
+        """From fp32 rows [ranks, n] to [n]."""
+        weights = self.weights.to(rows)
+        if self.then is None:
+            return torch.mv(rows.t(), weights[0])
+        answer = rows.new_empty(rows.shape[1])
+        for start in range(0, len(answer), BLOCK):
+            answer[start : start + BLOCK] = self.then(weights @ rows[:, start : start + BLOCK])
+        return answer
+
+
+class GramRule(Rule):
+    """A rule about the gradients as whole vectors: all that it needs is their Gram matrix."""
+
+    @abstractmethod
+    def mixture(self, gram: Tensor) -> Mixture:
+        """From the finite fp64 [ranks, ranks] of inner products to the coefficients."""
+
+
+def check_count(rule: object, name: str, least: int = 0) -> None:
+    """That the option is a whole number, and not below its least value."""
+    value = getattr(rule, name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WrongType(f"{_called(rule)} {name} is a {type(value).__name__}; give a number of ranks")
+    if value < least:
+        raise InvalidValue(f"{_called(rule)} {name}={value} is not possible; use {least} or more")
+
+
+def check_minority(rule: object, f: int, ranks: int) -> None:
+    """No rule can tell wrong ranks that are half of all from right ones."""
+    if 2 * f >= ranks:
+        raise InvalidValue(
+            f"{_called(rule)} f={f} is no minority of {ranks} ranks; use f < {-(-ranks // 2)}, or at least "
+            f"{2 * f + 1} ranks"
+        )
+
+
+def check_at_least(rule: object, f: int, ranks: int, least: int, most_f: int) -> None:
+    if ranks < least:
+        way_out = f"f={most_f} at most, or " if most_f >= 0 else ""
+        raise InvalidValue(
+            f"{_called(rule)} f={f} needs {least} ranks, and there are {ranks}; use {way_out}another rule"
+        )
+
+
+def _called(rule: object) -> str:
+    return type(rule).__name__

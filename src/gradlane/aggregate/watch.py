@@ -1,0 +1,125 @@
+"""Naming the rank that is wrong: who stays far from the others, step after step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidValue
+from ..log import log
+from .mean import mean
+from .rule import check_count
+from .verdict import judged
+
+NOTHING = 1e-3  # of the median norm: who sends less sends next to nothing
+FEWEST = 3  # of two nobody can say which is the outlier
+
+
+@dataclass
+class Watch:
+    """Warns of a rank that has been an outlier for ``patience`` steps in a row, and when it is back.
+
+    An outlier has a median distance to the others of more than ``factor`` times what is usual among all, or
+    sends next to nothing while the others send something. Honest ranks with different data are rarely at
+    twice the usual distance. A wrong rank whose distance hides in the noise of honest gradients is not seen.
+
+    A warning is logged by rank 0 and by the rank that it is about. Every step is looked at when the next
+    one begins.
+    """
+
+    factor: float = 3.0
+    patience: int = 20
+
+    def __post_init__(self) -> None:
+        check_count(self, "patience", least=1)
+        if not 1 < self.factor < math.inf:
+            raise InvalidValue(f"factor={self.factor} would name honest ranks; use more than 1, 3 say")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pending: tuple[int, Tensor] | None = None  # a step, and what was seen of it
+        self._runs: dict[int, list[int]] = {}  # by rank: since which step, for how many, whether it was named
+        self._broken: set[int] = set()  # ranks that were not finite when last heard of
+
+    def add(self, step: int, seen: Tensor, me: int) -> None:
+        """One more part of a step's figures, as ``judged`` reads them."""
+        if self._pending is not None and self._pending[0] == step:
+            self._pending = (step, self._pending[1] + seen)
+            return
+        if self._pending is not None:
+            self._judge(*self._pending, me)
+        self._pending = (step, seen.clone())
+
+    def name_broken(self, step: int, broken: tuple[int, ...], me: int) -> None:
+        """Warn at once, and once, of those who sent what is not finite."""
+        for rank in set(broken) - self._broken:
+            _warn(me, rank, "rank %d sent values that are not finite in step %d and is left out", rank, step)
+        self._broken |= set(broken)
+
+    def _judge(self, step: int, seen: Tensor, me: int) -> None:
+        verdict = judged(mean, seen, step)
+        self._broken &= set(verdict.broken)
+        if len(verdict.heard) < FEWEST:
+            return
+        far, norms = verdict.times_as_far.tolist(), verdict.norms
+        silent = (norms <= NOTHING * norms.median()) & (norms.median() > 0)
+        for rank, times, nothing in zip(verdict.heard, far, silent.tolist(), strict=True):
+            if times > self.factor or nothing:
+                self._outlier(step, rank, times, nothing, me)
+            elif self._runs.pop(rank, [0, 0, 0])[2]:
+                _warn(me, rank, "rank %d is back among the others since step %d", rank, step)
+
+    def _outlier(self, step: int, rank: int, times: float, nothing: bool, me: int) -> None:
+        run = self._runs.setdefault(rank, [step, 0, 0])
+        run[1] += 1
+        if run[1] < self.patience or run[2]:
+            return
+        run[2] = 1
+        how = (
+            "it sends next to nothing"
+            if nothing
+            else (f"its gradient is {times:.1f} times as far from the others as they are from each other")
+        )
+        _warn(me, rank, "rank %d has been an outlier since step %d (%s)", rank, run[0], how)
+
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        if self._pending is not None:
+            saved |= {"step": self._pending[0], "seen": self._pending[1].clone()}
+        if self._runs:
+            saved["runs"] = torch.tensor([[rank, *run] for rank, run in sorted(self._runs.items())])
+        if self._broken:
+            saved["broken"] = torch.tensor(sorted(self._broken))
+        return saved
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._forget()
+        try:
+            if "step" in state:
+                self._pending = (int(state["step"]), _square(state["seen"]).clone())
+            if "runs" in state:
+                self._runs = {
+                    rank: [since, steps, named] for rank, since, steps, named in state["runs"].tolist()
+                }
+            if "broken" in state:
+                self._broken = {int(rank) for rank in state["broken"].tolist()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self._forget()
+            raise InvalidValue("the state of Watch is damaged; pass what its state_dict() gave") from None
+
+
+def _square(seen: Tensor) -> Tensor:
+    ranks, columns = seen.shape
+    if columns != ranks + 1:
+        raise ValueError
+    return seen
+
+
+def _warn(me: int, about: int, text: str, *values: object) -> None:
+    if me in (0, about):
+        log.warning(text, *values)

@@ -1,0 +1,103 @@
+"""Work on the rows of all ranks, [ranks, n]: the mean of the middle ones, inner products, combinations.
+
+Compiled on the CPU, plain torch elsewhere. Means have the same bits either way; inner products may differ in
+the last bits of fp64, which is why all ranks add up theirs before anybody decides by them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .calls import Native
+from .native import native_for
+
+MOST_ROWS = 32  # of the compiled kernels; csrc/native.c has the same number
+BLOCK = 16_384  # columns; in fp64 they stay in the cache
+
+
+def mean_of_sorted(rows: Tensor, low: int, high: int) -> Tensor:
+    """Of each column the mean of its values from the ``low``-th smallest to before the ``high``-th, from 0.
+
+    The values must be finite.
+    """
+    native, out = _native(rows), rows.new_empty(rows.shape[1])
+    if native is not None:
+        native.middle(rows.contiguous(), network(len(rows)), out, low, high)
+        return out
+    for start in range(0, len(out), BLOCK):
+        block = rows[:, start : start + BLOCK].sort(0).values
+        out[start : start + BLOCK] = _sum(block[low:high]).div_(high - low)
+    return out
+
+
+def mean_near_middle(rows: Tensor, keep: int) -> Tensor:
+    """Of each column the mean of the ``keep`` values nearest to its median; of two equally near the smaller.
+
+    In a sorted column they are neighbours: the run of ``keep`` moves up while the value above it is nearer
+    than its lowest. The values must be finite.
+    """
+    native, out = _native(rows), rows.new_empty(rows.shape[1])
+    if native is not None:
+        native.middle(rows.contiguous(), network(len(rows)), out, keep=keep)
+        return out
+    ranks = len(rows)
+    for start in range(0, len(out), BLOCK):
+        block = rows[:, start : start + BLOCK].sort(0).values
+        middle = (block[(ranks - 1) // 2] + block[ranks // 2]) / 2
+        total = _sum(block[:keep])
+        for low in range(ranks - keep):
+            nearer = block[low + keep] - middle < middle - block[low]
+            total = torch.where(nearer, _sum(block[low + 1 : low + 1 + keep]), total)
+        out[start : start + BLOCK] = total.div_(keep)
+    return out
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """In their order, as the compiled kernel adds."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total.add_(row)
+    return total
+
+
+def inner_products(rows: Tensor) -> Tensor:
+    """rows rows^T, fp64 [ranks, ranks]; added up in fp64, in which products of fp32 are exact."""
+    ranks, count = rows.shape
+    gram = torch.zeros(ranks, ranks, dtype=torch.float64, device=rows.device)
+    native = _native(rows)
+    if native is not None:
+        native.gram(rows.contiguous(), gram)
+        return gram
+    for start in range(0, count, BLOCK):
+        wide = rows[:, start : start + BLOCK].double()
+        for row, sums in zip(wide, gram, strict=True):
+            sums += (wide * row).sum(1)  # adds in pairs; a matrix product would lose two digits more
+    return gram
+
+
+@lru_cache(maxsize=64)
+def network(ranks: int) -> bytes:
+    """Pairs to compare, one after the other, that sort any column: Batcher's odd-even merge sort.
+
+    Batcher, 1968, "Sorting networks and their applications". It is made for a power of two; what is missing
+    counts as larger than all, so its comparisons fall away.
+    """
+    pairs: list[int] = []
+    size = 1
+    while size < ranks:
+        step = size
+        while step:
+            for first in range(step % size, ranks - step, 2 * step):
+                for low in range(first, min(first + step, ranks - step)):
+                    if low // (2 * size) == (low + step) // (2 * size):
+                        pairs += (low, low + step)
+            step //= 2
+        size *= 2
+    return bytes(pairs)
+
+
+def _native(rows: Tensor) -> Native | None:
+    return native_for(rows) if rows.dtype == torch.float32 and 0 < len(rows) <= MOST_ROWS else None

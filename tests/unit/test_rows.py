@@ -1,0 +1,110 @@
+"""Kernels over the rows of all ranks: every level of instructions, and plain torch, against references."""
+
+import itertools
+
+import pytest
+import torch
+
+from gradlane.kernels import native, rows
+
+from ..reference import aggregate as slow
+
+LEVELS = ("torch", *native.levels())
+SIZES = (0, 1, 127, 128, 129, 1000, 40_001)
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+@pytest.fixture
+def level(request, monkeypatch):
+    monkeypatch.setenv(native.VARIABLE, request.param)
+
+
+def normal(ranks, count):
+    return torch.randn(ranks, count, generator=torch.Generator().manual_seed(ranks))
+
+
+@pytest.mark.parametrize("ranks", range(1, 13))
+def test_the_network_sorts_every_column(ranks):
+    """A network that sorts all columns of zeros and ones sorts all (Knuth's 0-1 principle)."""
+    columns = torch.tensor(list(itertools.product((0, 1), repeat=ranks))).t()
+    pairs = list(rows.network(ranks))
+    for low, high in zip(pairs[::2], pairs[1::2], strict=True):
+        columns[[low, high]] = torch.stack(
+            [columns[low].minimum(columns[high]), columns[low].maximum(columns[high])]
+        )
+    assert torch.equal(columns, columns.sort(0).values)
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16, 32, 33])
+def test_means_of_the_middle(level, ranks):
+    for count in SIZES[:-1] if ranks > 8 else SIZES:
+        given = normal(ranks, count)
+        before = given.clone()
+        for low, high in {(0, ranks), (ranks // 3, ranks - ranks // 3), (ranks - 1, ranks)}:
+            exact = given.double().sort(0).values[low:high].mean(0)
+            torch.testing.assert_close(
+                rows.mean_of_sorted(given, low, high).double(), exact, rtol=0, atol=2e-6
+            )
+        assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+def test_means_near_the_middle(level, ranks):
+    given = normal(ranks, 300).mul(8).round().div(8)  # with many that are equal, and equally near
+    for keep in range(1, ranks + 1):
+        exact = slow.near_median(given.double(), keep)
+        torch.testing.assert_close(rows.mean_near_middle(given, keep).double(), exact, rtol=0, atol=2e-6)
+
+
+def test_all_levels_and_torch_give_the_same_bits(monkeypatch):
+    for ranks, count in ((3, 500), (8, 40_001), (20, 777)):
+        given, found = normal(ranks, count), []
+        for level in LEVELS:
+            monkeypatch.setenv(native.VARIABLE, level)
+            found.append((rows.mean_of_sorted(given, 1, ranks), rows.mean_near_middle(given, ranks // 2)))
+        assert all(torch.equal(a, b) for other in found for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8, 32, 33])
+def test_inner_products_are_those_of_fp64(level, ranks):
+    for count in SIZES:
+        given = 1e3 + normal(ranks, count)
+        exact = given.double() @ given.double().t()
+        torch.testing.assert_close(rows.inner_products(given), exact, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+def test_distances_survive_where_gradients_agree_in_six_digits(level):
+    common = 1 + normal(1, 100_000).abs()
+    given = common + 1e-6 * normal(4, 100_000)
+    gram = rows.inner_products(given)
+    for i, j in itertools.combinations(range(4), 2):
+        square = gram[i, i] + gram[j, j] - 2 * gram[i, j]
+        assert square.item() == pytest.approx(
+            slow.distance(given[i].double(), given[j].double()) ** 2, rel=1e-2
+        )
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_on_the_diagonal_and_nowhere_else(level, bad):
+    given = normal(4, 5000)
+    given[2, 4321] = bad
+    given[3] = 3e38
+    assert rows.inner_products(given).diagonal().isfinite().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("level", [name for name in LEVELS if name != "torch"], indirect=True)
+def test_threads_do_not_change_a_bit(level):
+    given, found = normal(4, 300_000), []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append((rows.inner_products(given), rows.mean_of_sorted(given, 1, 3)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
