@@ -17,8 +17,7 @@ from ..codecs.raw import Raw
 from ..codecs.sign import Sign
 from ..codecs.topk import TopK
 from ..codecs.uniform import Int2, Int4, Int8
-from ..core.memory import Memory
-from ..core.strategy import Strategy, options
+from ..core.strategy import Stateful, Strategy, options
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
 from .dgc import DGC
@@ -144,8 +143,8 @@ def _describe_part(part: object, shared_only: bool) -> str:
     shown: list[str] = []
     positional = True  # as long as nothing was left out and the field has no default
     for field, name, value in options(part):
-        if isinstance(value, Memory):
-            continue
+        if isinstance(value, Stateful) and not isinstance(value, Strategy):
+            continue  # state, no option
         if shared_only and field is not None and field.metadata.get("per_rank"):
             positional = False
             continue
