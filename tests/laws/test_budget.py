@@ -8,10 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradlane as gl
+from gradlane.kernels.products import row_squares
 from gradlane.strategies.lowrank import knapsack
 from gradlane.strategies.lowrank.knapsack import Item, ranks_within
 
 from ..reference.knapsack import best_energy, energy
+from ..reference.lowrank import dot
 
 law = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 items_of = st.lists(
@@ -60,6 +62,12 @@ def test_wide_cells_lose_little():
 
 def noise(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
+def test_energies_have_the_bits_of_a_fixed_order(size):
+    rows = noise(3, size, seed=size)
+    assert row_squares(rows).tolist() == [dot(row, row) for row in rows.double().tolist()]
 
 
 def gradients(shapes, step, world=2):
