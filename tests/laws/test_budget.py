@@ -221,9 +221,14 @@ def test_a_bad_step_does_not_count():
     ranks = gl.Simulation(gl.PowerSGD(budget=0.3, every=4), world=2)
     for step in range(12):
         mine = drawn(step)
-        if step in (2, 3):
+        before = [own.plan.state_dict().get("energy", {}) for own in ranks.strategies]
+        if step in (2, 3, 11):
             mine[1]["steep"][0, 0] = math.nan
         ranks.step(mine)
+    for own, then in zip(ranks.strategies, before, strict=True):
+        now = own.plan.state_dict()["energy"]
+        assert torch.equal(now["steep"], then["steep"])
+        assert not torch.equal(now["wide"], then["wide"])
     assert ranks.strategies[0].ranks()["steep"] > ranks.strategies[0].ranks()["flat"]
 
 

@@ -98,12 +98,12 @@ class PowerSGD(Strategy):
                 break
             qs = await step.columns(last=not left)  # 3
         step.answer(qs)  # 4
+        sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
         if self.warm_start:
-            for matrix, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True):
-                if fine:
-                    keep_factor(memory, matrix, q)
+            for matrix, q in sound:
+                keep_factor(memory, matrix, q)
         if self.plan is not None:
-            self.plan.saw(bucket, step.cut.matrices, qs)
+            self.plan.saw(bucket, sound)
             await note(ranks=sum(matrix.rank for matrix in step.cut.matrices))
         return Reduced(narrowed_back(bucket, step.flat, step.owed), step.sent())
 

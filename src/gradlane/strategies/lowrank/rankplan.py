@@ -52,11 +52,11 @@ class RankPlan:
             self.ranks |= self._now.same_rank(self.share, self.ranks, fresh)
         return {name: self.ranks[name] for name in layers}
 
-    def saw(self, bucket: Bucket, matrices: Sequence[Matrix], qs: Sequence[Tensor]) -> None:
-        """The averaged Q of this step, which all ranks have alike."""
+    def saw(self, bucket: Bucket, averaged: Sequence[tuple[Matrix, Tensor]]) -> None:
+        """The averaged Q of matrices in this step, which all ranks have alike."""
         if bucket.step % max(1, self.every // LOOKS) or bucket.flat.device.type == "meta":
             return
-        for matrix, q in zip(matrices, qs, strict=True):
+        for matrix, q in averaged:
             seen: list[float] = row_squares(q).tolist()
             if all(map(math.isfinite, seen)):
                 old = self.energy.get(matrix.name, [])
