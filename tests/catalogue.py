@@ -170,6 +170,9 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
         gl.Cast(gl.PowerSGD(1, min_compression_rate=1), torch.bfloat16)
     ),
     "powersgd of buckets": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=0, view="bucket")),
+    "powersgd within a budget": lambda: gl.ErrorFeedback(
+        gl.PowerSGD(budget=0.95, every=4, min_compression_rate=0)
+    ),
     "acpsgd": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1)),
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
@@ -189,6 +192,7 @@ OWING = (
     "powersgd by name, bf16 memory",
     "powersgd bf16",
     "powersgd of buckets",
+    "powersgd within a budget",
     "acpsgd",
     "acpsgd bf16",
     "bf16 feedback",

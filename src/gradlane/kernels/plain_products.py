@@ -87,6 +87,11 @@ def _gram_schmidt(rows: Tensor, *, replace: bool) -> tuple[Tensor, bool]:
     return rows, bool(torch.stack(sound).all())
 
 
+def row_squares(q: Tensor) -> Tensor:
+    wide = q.to(torch.float64)
+    return _halved((wide * wide).t().contiguous())
+
+
 def _within(basis: Tensor, row: Tensor) -> Tensor:
     """The part of a row that lies in the space of an orthonormal basis."""
     if not len(basis):

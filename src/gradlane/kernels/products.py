@@ -5,8 +5,9 @@ along memory. ``owed`` is of the shape of g: what error feedback still has to se
 fp32, or all fp64, and contiguous. Compiled kernels do the work for fp32 on the CPU, plain torch elsewhere;
 on meta tensors nothing is done.
 
-``expand`` and ``orthonormalise`` give the same bits wherever they run, because every rank applies them to
-what all have agreed on. The two projections may differ in their last bits: an all-reduce follows them.
+``expand``, ``orthonormalise`` and ``row_squares`` give the same bits wherever they run, because every rank
+applies them to what all have agreed on. The two projections may differ in their last bits: an all-reduce
+follows them.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ def orthonormalise(p: Tensor) -> bool:
     if p.is_meta or not p.numel():
         return True
     return plain_products.orthonormalise(p)
+
+
+def row_squares(q: Tensor) -> Tensor:
+    """The square of each row's norm, in fp64 and in a fixed order: every rank decides by it alike."""
+    _check_one("q", q)
+    return plain_products.row_squares(q)
 
 
 def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:

@@ -100,6 +100,17 @@ def cut(bucket: Bucket, rank: Rank, least_rate: float, view: View) -> Cut:
     return Cut(tuple(matrices), tuple(_between(matrices, bucket.flat.numel())))
 
 
+def most_rank(matrix: Shaped, rank: Rank, least_rate: float) -> int:
+    """The largest rank up to the one asked for that ``least_rate`` allows; 0 if none."""
+    size, whole = matrix.rows + matrix.columns, matrix.rows * matrix.columns
+    most = min(matrix.rows, matrix.columns, rank_of(rank, matrix.name, matrix.shape))
+    if least_rate:
+        most = min(most, int(whole / (size * least_rate)) + 1)
+    while most and size * most * least_rate >= whole:
+        most -= 1
+    return most
+
+
 def _between(matrices: list[Matrix], end: int) -> Iterator[slice]:
     start = 0
     for matrix in matrices:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.bucket import Bucket
-from ...core.collectives import all_reduce
+from ...core.collectives import all_reduce, note
 from ...core.memory import Memory
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
@@ -26,8 +26,11 @@ from .factors import (
     narrowed_back,
     widened,
 )
+from .rankplan import RankPlan, cut_within
 
 Owes = Literal["own", "mean"]
+RANK = 4  # where none is asked for
+MOST = 32  # the same, for one layer within a budget
 
 
 @dataclass
@@ -44,34 +47,50 @@ class PowerSGD(Strategy):
     bounded; ``owes="mean"`` takes the averaged one, as the paper and torch have it, and grows with the
     root of the steps. Dense parts owe nothing.
 
-    ``rank`` is a number, a dict of name patterns (what none of them matches is dense), or a function of name
-    and shape. A matrix travels as factors where that saves more than ``min_compression_rate``.
+    ``rank`` (4) is a number, a dict of name patterns (what none of them matches is dense), or a function of
+    name and shape. A matrix travels as factors where that saves more than ``min_compression_rate``.
     ``view="bucket"`` makes one nearly square matrix of the whole bucket. Gradients of fp16 and bf16 are
     computed with in fp32.
+
+    ``budget=0.01`` chooses the ranks: a hundredth of the gradient's elements may travel in a step, the dense
+    ones and all iterations counted, and every ``every`` steps ranks are shared out anew so that they carry
+    the most energy. ``rank`` (32) is then the largest that a matrix may have. ``ranks()`` tells them,
+    ``comm/step/ranks`` is their sum.
     """
 
-    rank: Rank = 4
+    rank: Rank | None = None
     min_compression_rate: float = 2
     iterations: int = 1
     warm_start: bool = True
     view: View = "tensor"
     owes: Owes = "own"
     seed: int = 0
+    budget: float | None = None
+    every: int = 100
     factors: Memory | None = None
+    plan: RankPlan | None = None
     settles: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_common("PowerSGD", self.rank, self.min_compression_rate, self.view)
+        check_common("PowerSGD", self._rank, self.min_compression_rate, self.view)
         if self.iterations < 1:
             raise InvalidValue(f"PowerSGD iterations={self.iterations}; use 1 or more")
         if self.owes not in ("own", "mean"):
             raise InvalidValue(f"PowerSGD owes={self.owes!r}; use 'own', or 'mean' as torch does")
+        if self.every < 1:
+            raise InvalidValue(f"PowerSGD every={self.every}; use 1 step or more")
         self.factors = self.factors or Memory()
+        if self.budget is not None:
+            if not 0 < self.budget < 1:
+                raise InvalidValue(
+                    f"PowerSGD budget={self.budget}; use a share of the gradient's elements between 0 and 1"
+                )
+            self.plan = self.plan or RankPlan(self.budget, self.every)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.factors is not None
-        step = _Step(bucket, cut(bucket, self.rank, self.min_compression_rate, self.view), self.owes)
+        step = _Step(bucket, self._cut(bucket), self.owes)
         memory = self.factors if self.warm_start else Memory()
         qs = [kept_factor(memory, bucket, m, m.columns, self.seed) for m in step.cut.matrices]
         for left in reversed(range(self.iterations)):
@@ -80,11 +99,31 @@ class PowerSGD(Strategy):
                 break
             qs = await step.columns(last=not left)  # 3
         step.answer(qs)  # 4
+        sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
         if self.warm_start:
-            for matrix, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True):
-                if fine:
-                    keep_factor(memory, matrix, q)
+            for matrix, q in sound:
+                keep_factor(memory, matrix, q)
+        if self.plan is not None:
+            self.plan.saw(bucket, sound)
+            await note(ranks=sum(matrix.rank for matrix in step.cut.matrices))
         return Reduced(narrowed_back(bucket, step.flat, step.owed), step.sent())
+
+    def ranks(self) -> dict[str, int]:
+        """The ranks that the budget gave, by name of parameter; none before the first step."""
+        return self.plan.in_force() if self.plan else {}
+
+    @property
+    def _rank(self) -> Rank:
+        if self.rank is not None:
+            return self.rank
+        return RANK if self.budget is None else MOST
+
+    def _cut(self, bucket: Bucket) -> Cut:
+        if self.plan is None:
+            return cut(bucket, self._rank, self.min_compression_rate, self.view)
+        return cut_within(
+            self.plan, bucket, self._rank, self.min_compression_rate, self.view, self.iterations
+        )
 
 
 class _Step:
