@@ -21,5 +21,6 @@ sanitize:
 bench: setup
 	$(PYTHON) benchmarks/lane_overhead.py
 	$(PYTHON) benchmarks/codecs.py
+	$(PYTHON) benchmarks/rules.py
 docs: setup
 	$(PYTHON) -m pytest README.md src/gradlane/core/README.md docs tests/docs

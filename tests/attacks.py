@@ -25,28 +25,30 @@ import gradlane as gl
 from gradlane.trial.digits import DigitModel
 from gradlane.trial.tasks import Task, digits_task
 
-STEPS, BATCH, RATE, MOMENTUM, WIDTH = 200, 64, 1.0, 0.9, 48
+STEPS, BATCH, RATE, MOMENTUM, WIDTH = 300, 64, 1.0, 0.9, 48
 SEEDS = (0, 1, 2)
 SETTINGS = ((4, 1), (10, 2), (10, 4))
 
 Attack = Callable[[Tensor, Tensor, torch.Generator], Tensor]
-"""From the honest rows, and what the attackers would have sent themselves, to what they send."""
+"""From the honest rows, and what the attackers would have sent themselves, to what they send.
+
+Inner product: Xie et al., 2020, "Fall of empires". ALIE: Baruch et al., 2019, "A little is enough". Mimic:
+Karimireddy et al., 2022, "Byzantine-robust learning on heterogeneous datasets via bucketing".
+"""
 
 
 def _gaussian(honest: Tensor, own: Tensor, generator: torch.Generator) -> Tensor:
-    return 50 * honest.square().mean().sqrt() * torch.randn(own.shape, generator=generator)
+    return torch.randn(own.shape, generator=generator)  # far above any gradient here
 
 
 ATTACKS: dict[str, Attack] = {
     "sign flip": lambda honest, own, generator: -own,
     "10x flip": lambda honest, own, generator: -10 * own,
-    "inner product": lambda honest, own, generator: -0.5 * honest.mean(0).expand_as(own),  # Xie et al., 2020
-    "ALIE": lambda honest, own, generator: (honest.mean(0) - 1.5 * honest.std(0)).expand_as(
-        own
-    ),  # Baruch, 2019
+    "inner product": lambda honest, own, generator: -0.5 * honest.mean(0).expand_as(own),
+    "ALIE": lambda honest, own, generator: (honest.mean(0) - 1.5 * honest.std(0)).expand_as(own),
     "Gaussian": _gaussian,
     "label flip": lambda honest, own, generator: own,  # of labels 9 - y
-    "mimic": lambda honest, own, generator: honest[:1].expand_as(own),  # Karimireddy et al., 2022
+    "mimic": lambda honest, own, generator: honest[:1].expand_as(own),
     "inf": lambda honest, own, generator: torch.full_like(own, torch.inf),
     "zero": lambda honest, own, generator: torch.zeros_like(own),
 }
@@ -63,6 +65,11 @@ def arms(f: int) -> dict[str, gl.Strategy]:
         "multi-Krum": gl.Combined(gl.MultiKrum(f)),
         "NNM + trimmed mean": gl.Combined(gl.NNM(f, then=gl.TrimmedMean(f))),
     }
+
+
+def judged_at(world: int, f: int) -> list[str]:
+    """The arms of which something is asked: of all up to a quarter of wrong ranks, beyond it of one."""
+    return [arm for arm in arms(f) if 4 * f <= world or arm in ("mean", "NNM + trimmed mean")]
 
 
 @lru_cache(maxsize=1)
@@ -147,7 +154,7 @@ def cases() -> list[Case]:
     return [
         Case(world, f, arm, attack, seed)
         for world, f in SETTINGS
-        for arm in arms(f)
+        for arm in judged_at(world, f)
         for attack in (None, *ATTACKS)
         for seed in SEEDS
     ]
@@ -170,7 +177,7 @@ def table(found: Mapping[Case, float], world: int, f: int) -> list[str]:
     clean = statistics.mean(found[Case(world, f, "mean", None, seed)] for seed in SEEDS)
     lines = [f"| n = {world}, f = {f}; clean {clean:.1f} % | nobody | " + " | ".join(ATTACKS) + " |"]
     lines.append("|---" * (len(ATTACKS) + 2) + "|")
-    for arm in arms(f):
+    for arm in judged_at(world, f):
         losses = [loss_of(found, world, f, arm, attack) for attack in (None, *ATTACKS)]
         lines.append(f"| {arm} | " + " | ".join(f"{loss:.1f}" for loss in losses) + " |")
     return lines

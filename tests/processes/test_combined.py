@@ -1,0 +1,80 @@
+"""Rules over ranks on real processes: what they send, where buckets meet, who is named."""
+
+import logging
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradlane as gl
+from gradlane.local import run_ranks
+
+from ..training import build, data, replicas_equal
+
+
+def bytes_of(rank, text, megabytes):
+    ddp = DistributedDataParallel(build(width=128), bucket_cap_mb=megabytes)
+    kinds = []
+    with gl.attach(ddp, text, timeout=20, observer=lambda event: kinds.append(event.kind)) as attachment:
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(data(rank, step, width=128)).backward()
+            assert replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
+        return attachment.metrics(), kinds.count("all_reduce")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("rule", ["Median()", "GeometricMedian()", "NNM(0, then=TrimmedMean(0))"])
+def test_the_ledger_has_a_plain_all_reduce_and_the_inner_products(world, rule):
+    for megabytes in (25, 0.1):
+        metrics, small = run_ranks(bytes_of, world, f"Combined({rule})", megabytes)[0]
+        factor = 2 * (world - 1) / world
+        assert small == 3 if megabytes == 25 else small > 3
+        plain = factor * metrics["comm/bytes_raw"]
+        assert plain <= metrics["comm/bytes_wire"] <= 1.02 * plain + small * factor * 8 * world**2
+
+
+def left_out(rank):
+    logging.getLogger("gradlane").addHandler(handler := _Kept())
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    with gl.attach(ddp, gl.Combined(gl.Krum(0), watch=gl.Watch(patience=2)), timeout=20) as attachment:
+        for step in range(5):
+            ddp.zero_grad()
+            wrong = torch.inf if step == 4 else 1000.0
+            (ddp(data(rank, step)) * (wrong if rank == 3 else 1.0)).backward()
+            assert replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
+            assert all(p.grad.isfinite().all() for p in ddp.parameters() if p.requires_grad)
+        return handler.texts, attachment.metrics()
+
+
+class _Kept(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def test_who_is_wrong_is_named_by_rank_0_and_by_itself():
+    found = run_ranks(left_out, 4)
+    assert found[1][0] == found[2][0] == []
+    assert found[0][0] == found[3][0]
+    assert found[0][0][0].startswith("rank 3 has been an outlier since step 0 ")
+    assert found[0][0][1:] == ["rank 3 sent values that are not finite in step 4 and is left out"]
+    assert found[1][1]["comm/rank3_excluded"] == 1
+    assert found[1][1]["comm/step/rank3_excluded"] == 1
+
+
+def too_many(rank):
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    with gl.attach(ddp, "Combined(Krum(0))", timeout=20):
+        with pytest.raises(gl.InvalidValue, match="ranks 0, 1 sent values that are not finite; 2 of 4 ranks"):
+            (ddp(data(rank, 0)) * (torch.inf if rank < 2 else 1.0)).backward()
+        ddp.zero_grad()
+        ddp(data(rank, 1)).backward()
+        return replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
+
+
+def test_too_few_that_are_left_is_an_error_on_all_ranks_and_the_next_step_runs():
+    assert run_ranks(too_many, 4) == [True] * 4
