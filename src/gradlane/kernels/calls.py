@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .counter import Keys
+from .lowrank_calls import LOW_RANK, LowRankCalls
 
 ABI = 2  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
@@ -35,10 +36,11 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p), None),
     "random_gather": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
     "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_int, c_void_p), None),
+    **LOW_RANK,
 }
 
 
-class Native:
+class Native(LowRankCalls):
     """One library at one level of instructions; as many threads as torch uses."""
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:

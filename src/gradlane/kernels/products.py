@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
 from . import plain_products
+from .native import native_for
 
 
 def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle: bool = False) -> None:
@@ -27,7 +28,11 @@ def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle
     _check(g, owed, p, q, settle)
     if g.is_meta:
         return
-    plain_products.project_rows(g, owed, q, p, settle)
+    kernels = native_for(g)
+    if kernels:
+        kernels.project_rows(g, owed, q, p, settle)
+    else:
+        plain_products.project_rows(g, owed, q, p, settle)
 
 
 def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, settle: bool = False) -> None:
@@ -39,7 +44,11 @@ def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, set
     _check(g, owed, p, q, settle)
     if g.is_meta:
         return
-    plain_products.project_columns(g, owed, p, q, settle)
+    kernels = native_for(g)
+    if kernels:
+        kernels.project_columns(g, owed, p, q, settle)
+    else:
+        plain_products.project_columns(g, owed, p, q, settle)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
@@ -47,7 +56,11 @@ def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
     _check(out, None, p, q, False)
     if out.is_meta:
         return
-    plain_products.expand(p, q, out)
+    kernels = native_for(out)
+    if kernels:
+        kernels.expand(p, q, out)
+    else:
+        plain_products.expand(p, q, out)
 
 
 def orthonormalise(p: Tensor) -> bool:
@@ -63,7 +76,8 @@ def orthonormalise(p: Tensor) -> bool:
         raise InvalidValue(f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks")
     if p.is_meta or not p.numel():
         return True
-    return plain_products.orthonormalise(p)
+    kernels = native_for(p)
+    return kernels.orthonormalise(p) if kernels else plain_products.orthonormalise(p)
 
 
 def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:

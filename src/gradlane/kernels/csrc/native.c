@@ -198,3 +198,4 @@ EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int
 
 #include "topk.h"
 #include "randomk.h"
+#include "lowrank.h"
