@@ -7,18 +7,34 @@
 
 typedef struct {
     const float *g, *p, *q;
-    float *owed, *factor, *out; /* factor: the p or q that is computed */
-    int64_t a, b, r, tile;
-    float **spare; /* one for each part, or NULL */
-    int settle;
+    float *owed, *out, *factor, *to; /* factor: the p or q to be computed; to: the same, from a tile's columns on */
+    int64_t a, b, r, tile, room;     /* columns of a tile; elements of a part's spare memory */
+    float *spare;
+    int settle, keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
 } Product;
 
+#ifndef ROWS
+#define ROWS 2 /* rows that share what is loaded of q */
+#endif
+#ifndef DEEP
+#define DEEP 8 /* rows that are summed up in registers */
+#endif
 #define SHARE 64 /* columns; threads share a matrix in such pieces */
 #define STRETCH 4096 /* columns that are summed up before the next rank's turn, while they are in the cache */
-#define DEEP 8 /* rows that are summed up in registers */
-#define SIDE 4
+#ifndef KEPT
+#define KEPT 262144
+#define MOST_TILE 512
+#define LEAST_TILE 64
+#endif
+#define WORTH_PASSING 262144 /* elements; a smaller result may still be in the cache when it is read */
 #define COLUMNS 128 /* of the fp64 basis that are worked on at once */
 #define LEAST 1e-12 /* as in plain_products.py */
+
+/* Elements before the first that begins a line of the cache. */
+INLINE int64_t to_next_line(const float *here, int64_t size) {
+    const int64_t count = (int64_t)(-(uintptr_t)here / sizeof *here % 16);
+    return count < size ? count : size;
+}
 
 INLINE int64_t share_of(int64_t count, int64_t unit, int part, int parts) {
     const int64_t at = (count + unit - 1) / unit * part / parts * unit;
@@ -53,6 +69,8 @@ INLINE Four load_portable(const float *x) { Four v; memcpy(&v, x, sizeof v); ret
 INLINE Four load_part_portable(const float *x, int64_t n) { Four v = {0}; memcpy(&v, x, (size_t)n * 4); return v; }
 INLINE void store_portable(float *x, Four v) { memcpy(x, &v, sizeof v); }
 INLINE void store_part_portable(float *x, int64_t n, Four v) { memcpy(x, &v, (size_t)n * 4); }
+INLINE void stream_portable(float *x, Four v) { memcpy(x, &v, sizeof v); }
+INLINE void fence_portable(void) {}
 INLINE Four all_portable(float x) { return (Four){x, x, x, x}; }
 INLINE Four madd_portable(Four x, Four y, Four z) { return x * y + z; }
 INLINE int finite_portable(Four v) {
@@ -78,6 +96,8 @@ TARGET INLINE __m256 load_avx2(const float *x) { return _mm256_loadu_ps(x); }
 TARGET INLINE __m256 load_part_avx2(const float *x, int64_t n) { return _mm256_maskload_ps(x, first_lanes(n)); }
 TARGET INLINE void store_avx2(float *x, __m256 v) { _mm256_storeu_ps(x, v); }
 TARGET INLINE void store_part_avx2(float *x, int64_t n, __m256 v) { _mm256_maskstore_ps(x, first_lanes(n), v); }
+TARGET INLINE void stream_avx2(float *x, __m256 v) { _mm256_stream_ps(x, v); }
+TARGET INLINE void fence_avx2(void) { _mm_sfence(); }
 TARGET INLINE __m256 all_avx2(float x) { return _mm256_set1_ps(x); }
 TARGET INLINE __m256 madd_avx2(__m256 x, __m256 y, __m256 z) { return _mm256_fmadd_ps(x, y, z); }
 TARGET INLINE int finite_avx2(__m256 v) {
@@ -100,6 +120,8 @@ TARGET INLINE __m512 load_avx512(const float *x) { return _mm512_loadu_ps(x); }
 TARGET INLINE __m512 load_part_avx512(const float *x, int64_t n) { return _mm512_maskz_loadu_ps(first_bits(n), x); }
 TARGET INLINE void store_avx512(float *x, __m512 v) { _mm512_storeu_ps(x, v); }
 TARGET INLINE void store_part_avx512(float *x, int64_t n, __m512 v) { _mm512_mask_storeu_ps(x, first_bits(n), v); }
+TARGET INLINE void stream_avx512(float *x, __m512 v) { _mm512_stream_ps(x, v); }
+TARGET INLINE void fence_avx512(void) { _mm_sfence(); }
 TARGET INLINE __m512 all_avx512(float x) { return _mm512_set1_ps(x); }
 TARGET INLINE __m512 madd_avx512(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
 TARGET INLINE int finite_avx512(__m512 v) { return _mm512_fpclass_ps_mask(v, 0x99) == 0; }
@@ -131,8 +153,19 @@ EXPORT void gradlane_project_rows(int level, int threads, const float *g, float 
 EXPORT int gradlane_project_columns(int level, int threads, const float *g, float *owed, const float *p, int64_t a,
                                     int64_t b, int64_t r, int settle, float *q) {
     level = level_with_fma(level);
-    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .settle = settle, .tile = SHARE * 4};
-    spread(AT_LEVEL(level, columns_part), &job, threads_for(a * b, threads));
+    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .settle = settle};
+    const int parts = threads_for(a * b, threads);
+    job.tile = MOST_TILE;
+    if (settle) {
+        while (job.tile > LEAST_TILE && a * job.tile > KEPT) job.tile /= 2;
+        job.keep = a * job.tile <= KEPT;
+        if (!job.keep) job.tile = MOST_TILE;
+    }
+    job.room = job.tile * (job.keep ? a : DEEP);
+    job.room = (job.room + 15) / 16 * 16;
+    if (owed && !(job.spare = aligned_alloc(64, (size_t)(parts * job.room) * sizeof(float)))) return -1;
+    spread(AT_LEVEL(level, columns_part), &job, parts);
+    free(job.spare);
     return 0;
 }
 
@@ -140,6 +173,7 @@ EXPORT void gradlane_expand(int level, int threads, const float *p, const float 
                             float *out) {
     level = level_with_fma(level);
     Product job = {.p = p, .q = q, .out = out, .a = a, .b = b, .r = r};
+    job.past = a * b >= WORTH_PASSING;
     spread(AT_LEVEL(level, expand_part), &job, threads_for(a * b, threads));
 }
 
