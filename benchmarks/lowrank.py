@@ -1,9 +1,9 @@
-"""What low-rank compression costs against a copy of the same gradient: each pass, and a whole step of PowerSGD.
+"""What low-rank compression costs against a copy of the same gradient: each pass, and a step of PowerSGD.
 
-A step is: p from rows, p made orthonormal, q from columns with what is owed settled, the matrix from p and q. The
-arm `torch's sequence` does the same as torch's powerSGD_hook computes it. Arms take turns on the same sets of
-buffers, so that each finds them equally far away. Medians over all rounds and sets, as multiples of the median
-copy. One thread.
+A step is: p from rows, p made orthonormal, q from columns with what is owed settled, the matrix from p and q.
+The arm `torch's sequence` does the same in the way of torch's powerSGD_hook. Arms take turns on the same sets
+of buffers, so that each finds them equally far away. Medians over all rounds and sets, as multiples of the
+median copy. One thread.
 
     python benchmarks/lowrank.py --json benchmarks/results/DATE-lowrank-kernels.json
 """
@@ -79,21 +79,23 @@ def matrices(flat: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def torch_sequence(flat: Tensor, error: Tensor, work: Tensor, shapes: list[tuple[int, int]], qs: list[Tensor]) -> None:
-    """The computation of torch's powerSGD_hook between its collectives: factors n x r, Gram-Schmidt by columns."""
+def torch_sequence(
+    flat: Tensor, error: Tensor, work: Tensor, shapes: list[tuple[int, int]], qs: list[Tensor]
+) -> None:
+    """What torch's powerSGD_hook computes between its collectives: factors n x r, batches of one matrix."""
     work.copy_(flat)  # DDP's bucket, which the hook overwrites
     work.add_(error)
     whole = work.clone()
-    for m, q in zip(matrices(work, shapes), qs, strict=True):
-        factor = q.t().contiguous()
-        p = torch.matmul(m, factor)
-        for i in range(p.shape[1]):
-            column = p[:, i : i + 1]
-            column /= torch.norm(column) + 1e-8
-            rest = p[:, i + 1 :]
-            rest -= torch.sum(column * rest, dim=0) * column
-        torch.matmul(m.t(), p, out=factor)
-        torch.matmul(p, factor.t(), out=m)
+    for matrix, given in zip(matrices(work, shapes), qs, strict=True):
+        m, q = matrix.unsqueeze(0), given.t().contiguous().unsqueeze(0)
+        p = torch.bmm(m, q)
+        for i in range(p.shape[2]):
+            column = p[:, :, i : i + 1]
+            column /= torch.norm(column, dim=1, keepdim=True) + 1e-8
+            rest = p[:, :, i + 1 :]
+            rest -= torch.sum(column * rest, dim=1, keepdim=True) * column
+        torch.bmm(m.transpose(1, 2), p, out=q)
+        torch.bmm(p, q.transpose(1, 2), out=m)
     torch.sub(whole, work, out=error)
 
 
@@ -128,7 +130,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rank", type=int, action="append", help="default: 1, 2, 4")
     parser.add_argument("--shapes", choices=SHAPES, action="append", help="default: all")
-    parser.add_argument("--kernels", action="append", help="torch, portable, avx2, avx512; default: all there are")
+    parser.add_argument(
+        "--kernels", action="append", help="torch, portable, avx2, avx512; default: all there are"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -161,8 +161,7 @@ EXPORT int gradlane_project_columns(int level, int threads, const float *g, floa
         job.keep = a * job.tile <= KEPT;
         if (!job.keep) job.tile = MOST_TILE;
     }
-    job.room = job.tile * (job.keep ? a : DEEP);
-    job.room = (job.room + 15) / 16 * 16;
+    job.room = job.tile * (job.keep && a > DEEP ? a : DEEP);
     if (owed && !(job.spare = aligned_alloc(64, (size_t)(parts * job.room) * sizeof(float)))) return -1;
     spread(AT_LEVEL(level, columns_part), &job, parts);
     free(job.spare);
