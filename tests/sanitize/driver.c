@@ -76,6 +76,20 @@ static void rules(int level, int threads, int rows, int64_t n, int kind) {
     free(x), free(out), free(gram), free(network);
 }
 
+static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int kind) {
+    float *g = numbers(a * b, kind, (Keys){1, 5}), *owed = numbers(a * b, kind, (Keys){2, 5});
+    float *p = numbers(r * a, kind, (Keys){3, 5}), *q = numbers(r * b, kind, (Keys){4, 5});
+    if (r <= a) gradlane_orthonormalise(level, p, r, a);
+    for (int settle = 0; settle < 2; settle++) {
+        gradlane_project_rows(level, threads, g, settle ? owed : NULL, q, a, b, r, settle, p);
+        gradlane_project_rows(level, threads, g, owed, q, a, b, r, settle, p);
+        gradlane_project_columns(level, threads, g, settle ? owed : NULL, p, a, b, r, settle, q);
+        gradlane_project_columns(level, threads, g, owed, p, a, b, r, settle, q);
+    }
+    gradlane_expand(level, threads, p, q, a, b, r, g);
+    free(g), free(owed), free(p), free(q);
+}
+
 int main(void) {
     static const int64_t sizes[] = {1, 7, 8, 31, 33, 63, 64, 65, 100, 511, 513, 1025, 4095, 4097, 70001};
     const int best = gradlane_best_level();
@@ -99,6 +113,12 @@ int main(void) {
             topk(level, 3, 400001, 4001, kind % 2, kind);
             rules(level, 3, 5, 200001, kind);
             rules(level, 1, MOST_ROWS, 300, kind);
+            for (int64_t a = 1; a < 40; a += 1 + a / 8)
+                for (int64_t b = 1; b < 140; b += 1 + b / 8) lowrank(level, 1, a, b, 1 + (a + b) % 11, kind);
+            lowrank(level, 3, 601, 701, 5, kind); /* written past the cache */
+            lowrank(level, 3, 17, 30001, 3, kind);
+            lowrank(level, 3, 30001, 17, 3, kind); /* too tall for a tile to be kept */
+            lowrank(level, 1, 70, 66, 65, kind);
         }
     }
     printf("sanitized: levels 0 to %d\n", best);

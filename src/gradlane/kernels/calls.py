@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .counter import Keys
+from .lowrank_calls import LOW_RANK, LowRankCalls
 
-ABI = 5  # the same number as in csrc/native.c; raise both with every change of a signature
+ABI = 6  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
@@ -40,10 +41,11 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     ),
     "gram": ((*_HOW, c_void_p, c_int, c_int64, c_void_p), c_int),
     "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_float, c_void_p), None),
+    **LOW_RANK,
 }
 
 
-class Native:
+class Native(LowRankCalls):
     """One library at one level of instructions; as many threads as torch uses."""
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
 from . import plain_products
+from .calls import Native
+from .native import native_for
 
 
 def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle: bool = False) -> None:
@@ -28,7 +30,11 @@ def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle
     _check(g, owed, p, q, settle)
     if g.is_meta:
         return
-    plain_products.project_rows(g, owed, q, p, settle)
+    kernels = _kernels(g)
+    if kernels:
+        kernels.project_rows(g, owed, q, p, settle)
+    else:
+        plain_products.project_rows(g, owed, q, p, settle)
 
 
 def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, settle: bool = False) -> None:
@@ -40,7 +46,11 @@ def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, set
     _check(g, owed, p, q, settle)
     if g.is_meta:
         return
-    plain_products.project_columns(g, owed, p, q, settle)
+    kernels = _kernels(g)
+    if kernels:
+        kernels.project_columns(g, owed, p, q, settle)
+    else:
+        plain_products.project_columns(g, owed, p, q, settle)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
@@ -48,7 +58,11 @@ def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
     _check(out, None, p, q, False)
     if out.is_meta:
         return
-    plain_products.expand(p, q, out)
+    kernels = _kernels(out)
+    if kernels:
+        kernels.expand(p, q, out)
+    else:
+        plain_products.expand(p, q, out)
 
 
 def orthonormalise(p: Tensor) -> bool:
@@ -64,7 +78,8 @@ def orthonormalise(p: Tensor) -> bool:
         raise InvalidValue(f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks")
     if p.is_meta or not p.numel():
         return True
-    return plain_products.orthonormalise(p)
+    kernels = _kernels(p)
+    return kernels.orthonormalise(p) if kernels else plain_products.orthonormalise(p)
 
 
 def row_squares(q: Tensor) -> Tensor:
@@ -73,9 +88,13 @@ def row_squares(q: Tensor) -> Tensor:
     return plain_products.row_squares(q)
 
 
+def _kernels(tensor: Tensor) -> Native | None:
+    return native_for(tensor) if tensor.dtype == torch.float32 else None
+
+
 def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:
     for name, tensor in (("matrix", g), ("p", p), ("q", q)):
-        _check_one(name, tensor)
+        _check_one(name, tensor, like=g)
     ranks = p.shape[0]
     if p.shape[1] != g.shape[0] or q.shape[1] != g.shape[1] or q.shape[0] != ranks or not ranks:
         raise InvalidValue(
@@ -83,16 +102,21 @@ def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -
             f"they must be [r, {g.shape[0]}] and [r, {g.shape[1]}] with the same r > 0"
         )
     if owed is not None:
-        _check_one("owed", owed)
+        _check_one("owed", owed, like=g)
         if owed.shape != g.shape:
             raise InvalidValue(f"owed is {tuple(owed.shape)}, its matrix {tuple(g.shape)}; they must agree")
     elif settle:
         raise InvalidValue("settle=True without owed has nowhere to keep what is left; pass owed")
 
 
-def _check_one(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in (torch.float32, torch.float64):
-        raise WrongType(f"{name} is {tensor.dtype}; low-rank products take torch.float32 or torch.float64")
+def _check_one(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
+    if tensor.dtype not in (torch.float32, torch.float64) or (
+        like is not None and tensor.dtype != like.dtype
+    ):
+        beside = "" if like is None or like is tensor else f" beside {like.dtype}"
+        raise WrongType(
+            f"{name} is {tensor.dtype}{beside}; low-rank products take torch.float32 or torch.float64, alike"
+        )
     if tensor.dim() != 2 or not tensor.is_contiguous():
         raise InvalidValue(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "

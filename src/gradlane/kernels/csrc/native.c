@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-#define ABI 5 /* the same number as in kernels/calls.py */
+#define ABI 6 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1
@@ -227,6 +227,7 @@ EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int
 
 #include "topk.h"
 #include "randomk.h"
+#include "lowrank.h"
 
 /* -- rules over ranks ---------------------------------------------------------------------------- */
 

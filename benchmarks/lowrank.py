@@ -1,0 +1,162 @@
+"""What low-rank compression costs against a copy of the same gradient: each pass, and a step of PowerSGD.
+
+A step is: p from rows, p made orthonormal, q from columns with what is owed settled, the matrix from p and q.
+The arm `torch's sequence` does the same in the way of torch's powerSGD_hook. Arms take turns on the same sets
+of buffers, so that each finds them equally far away. Medians over all rounds and sets, as multiples of the
+median copy. One thread.
+
+    python benchmarks/lowrank.py --json benchmarks/results/DATE-lowrank-kernels.json
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import gradlane as gl
+from gradlane.kernels import native, products
+
+SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
+PASSES = ("rows", "orthonormalise", "columns+settle", "expand")
+OTHERS = ("step", "rows+settle", "torch's sequence")
+
+
+class Buffers:
+    """One set; arms go through several in turn, so that none finds its own in the cache."""
+
+    def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:
+        numel = sum(a * b for a, b in shapes)
+        self.flat, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.zeros(numel)
+        self.settled = self.error.clone()
+        self.g, self.owed, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
+        self.p = [torch.randn(rank, a) for a, _ in shapes]
+        self.q = [torch.randn(rank, b) for _, b in shapes]
+        self.fixed = [torch.randn(rank, b) for _, b in shapes]
+        self.rough = [torch.randn(rank, a) for a, _ in shapes]
+        for factor in (*self.p, *self.fixed):
+            products.orthonormalise(factor)
+        self.ours, self.theirs = torch.zeros(numel), torch.zeros(numel)
+        self.arms: dict[str, Callable[[], object]] = {
+            "copy": lambda: self.ours.copy_(self.flat),
+            "rows": lambda: self.each(products.project_rows, self.g, self.owed, self.fixed, self.rough),
+            "orthonormalise": lambda: self.each(products.orthonormalise, self.rough),
+            "columns+settle": lambda: self.columns(),
+            "expand": lambda: self.each(products.expand, self.p, self.q, self.into),
+            "step": lambda: self.step(),
+            "rows+settle": lambda: self.rows_settled(),
+            "torch's sequence": lambda: torch_sequence(self.flat, self.error, self.theirs, shapes, self.q),
+        }
+
+    def each(self, act: Callable[..., object], *lists: list[Tensor]) -> None:
+        for matched in zip(*lists, strict=True):
+            act(*matched)
+
+    def columns(self) -> None:
+        for g, owed, p, q in zip(self.g, self.owed, self.p, self.q, strict=True):
+            products.project_columns(g, owed, p, q, settle=True)
+
+    def rows_settled(self) -> None:
+        for g, owed, q, p in zip(self.g, self.owed, self.fixed, self.rough, strict=True):
+            products.project_rows(g, owed, q, p, settle=True)
+
+    def step(self) -> None:
+        self.each(products.project_rows, self.g, self.owed, self.q, self.p)
+        self.each(products.orthonormalise, self.p)
+        self.columns()
+        self.each(products.expand, self.p, self.q, self.into)
+
+
+def matrices(flat: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    parts = flat.split([a * b for a, b in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def torch_sequence(
+    flat: Tensor, error: Tensor, work: Tensor, shapes: list[tuple[int, int]], qs: list[Tensor]
+) -> None:
+    """What torch's powerSGD_hook computes between its collectives: factors n x r, batches of one matrix."""
+    work.copy_(flat)  # DDP's bucket, which the hook overwrites
+    work.add_(error)
+    whole = work.clone()
+    for matrix, given in zip(matrices(work, shapes), qs, strict=True):
+        m, q = matrix.unsqueeze(0), given.t().contiguous().unsqueeze(0)
+        p = torch.bmm(m, q)
+        for i in range(p.shape[2]):
+            column = p[:, :, i : i + 1]
+            column /= torch.norm(column, dim=1, keepdim=True) + 1e-8
+            rest = p[:, :, i + 1 :]
+            rest -= torch.sum(column * rest, dim=1, keepdim=True) * column
+        torch.bmm(m.transpose(1, 2), p, out=q)
+        torch.bmm(p, q.transpose(1, 2), out=m)
+    torch.sub(whole, work, out=error)
+
+
+def timed(act: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def measure(shapes: list[tuple[int, int]], rank: int, rounds: int, sets: int, own: bool) -> dict[str, float]:
+    buffers = [Buffers(shapes, rank) for _ in range(sets)]
+    names = ("copy", *PASSES, *(OTHERS if own else OTHERS[:-1]))
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for name in names:
+            for one in buffers:
+                seconds = timed(one.arms[name])
+                if turn:  # the first round touches new pages
+                    taken[name].append(seconds)
+    copy = statistics.median(taken["copy"])
+    found = {name: statistics.median(taken[name]) / copy for name in names[1:]}
+    return {"copy_s": copy, **found, "sum": sum(found[name] for name in PASSES)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--fallback-rounds", type=int, default=3)
+    parser.add_argument("--sets", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rank", type=int, action="append", help="default: 1, 2, 4")
+    parser.add_argument("--shapes", choices=SHAPES, action="append", help="default: all")
+    parser.add_argument(
+        "--kernels", action="append", help="torch, portable, avx2, avx512; default: all there are"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rows = []
+    columns = (*PASSES, "sum", *OTHERS)
+    for kernels in options.kernels or [*reversed(native.levels()), "torch"]:
+        os.environ[native.VARIABLE] = kernels
+        used = native.kernels_in_use()
+        print(f"\n{used}; {options.threads} thread(s); times a copy")
+        print(f"{'shapes':8s} rank", *(f"{name:>16s}" for name in columns), f"{'copy ms':>8s}")
+        for name in options.shapes or SHAPES:
+            for rank in options.rank or (1, 2, 4):
+                rounds = options.fallback_rounds if kernels == "torch" else options.rounds
+                found = measure(SHAPES[name], rank, rounds, options.sets, own=True)
+                shown = (f"{found[column]:16.3f}" for column in columns)
+                print(f"{name:8s} {rank:4d}", *shown, f"{found['copy_s'] * 1e3:8.2f}", flush=True)
+                rows.append({"shapes": name, "rank": rank, "kernels": used, **found})
+    if options.json:
+        where = {"torch": torch.__version__, "gradlane": gl.__version__, "cpu": platform.machine()}
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        told = {"command": " ".join(sys.argv), **where, **settings, "rows": rows}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

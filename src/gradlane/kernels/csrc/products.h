@@ -1,0 +1,294 @@
+/* Products of a matrix with thin factors: included once for each level, for vectors VEC of LANES floats.
+
+   Functions that are given `rows`, `ranks` or `vectors` are called with constants only: their loops unroll, and
+   their small arrays are registers. */
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* m = g + owed at one place; n of LANES elements, where it is the end of a row. */
+TARGET INLINE VEC NAME(sum_at)(const float *g, const float *owed, int64_t at) {
+    VEC m = NAME(load)(g + at);
+    if (owed) m += NAME(load)(owed + at);
+    return m;
+}
+
+TARGET INLINE VEC NAME(sum_part)(const float *g, const float *owed, int64_t at, int64_t n) {
+    VEC m = NAME(load_part)(g + at, n);
+    if (owed) m += NAME(load_part)(owed + at, n);
+    return m;
+}
+
+TARGET INLINE float NAME(across)(VEC v) {
+    float lanes[LANES];
+    NAME(store)(lanes, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+/* -- along rows ----------------------------------------------------------------------------------- */
+
+/* p[k, i] for a few ranks of a few rows, over columns [from, to); added to what is there unless from is 0. */
+TARGET INLINE void NAME(dots)(const Product *job, const float *owed, int64_t i, int64_t k, int64_t from, int64_t to,
+                              const int rows, const int ranks) {
+    const int64_t b = job->b, whole = from + (to - from) / LANES * LANES;
+    const float *g = job->g + i * b, *q = job->q + k * b;
+    if (owed) owed += i * b;
+    VEC sums[4][4], factor[4];
+    UNROLL for (int x = 0; x < rows; x++)
+        UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(all)(0.0f);
+    for (int64_t j = from; j < whole; j += LANES) {
+        UNROLL for (int y = 0; y < ranks; y++) factor[y] = NAME(load)(q + y * b + j);
+        UNROLL for (int x = 0; x < rows; x++) {
+            if (!k && j % 16 == 0) {
+                fetch_ahead(g + x * b + j, 16);
+                if (owed) fetch_ahead(owed + x * b + j, 16);
+            }
+            const VEC m = NAME(sum_at)(g, owed, x * b + j);
+            UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(madd)(m, factor[y], sums[x][y]);
+        }
+    }
+    if (whole < to) {
+        UNROLL for (int y = 0; y < ranks; y++) factor[y] = NAME(load_part)(q + y * b + whole, to - whole);
+        UNROLL for (int x = 0; x < rows; x++) {
+            const VEC m = NAME(sum_part)(g, owed, x * b + whole, to - whole);
+            UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(madd)(m, factor[y], sums[x][y]);
+        }
+    }
+    UNROLL for (int x = 0; x < rows; x++)
+        UNROLL for (int y = 0; y < ranks; y++) {
+            float *p = job->factor + (k + y) * job->a + i + x;
+            *p = (from ? *p : 0.0f) + NAME(across)(sums[x][y]);
+        }
+}
+
+TARGET INLINE void NAME(dots_of)(const Product *job, const float *owed, int64_t i, int64_t from, int64_t to,
+                                 const int rows) {
+    int64_t k = 0;
+    for (; k + 4 <= job->r; k += 4) NAME(dots)(job, owed, i, k, from, to, rows, 4);
+    if (job->r - k >= 2) NAME(dots)(job, owed, i, k, from, to, rows, 2), k += 2;
+    if (job->r - k) NAME(dots)(job, owed, i, k, from, to, rows, 1);
+}
+
+/* owed = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one). Where that is not
+   finite, owed stays; it never ceases to be. `past`: written past the cache, to the beginning of a line. */
+TARGET INLINE void NAME(settle)(const float *p, const float *q, const Product *job, VEC *left, float *owed,
+                                int64_t n, const int vectors, const int past) {
+    for (int64_t k = 0; k < job->r; k++) {
+        const VEC part = NAME(all)(-p[k * job->a]);
+        const float *at = q + k * job->b;
+        UNROLL for (int v = 0; v < vectors; v++)
+            left[v] = NAME(madd)(part, n ? NAME(load_part)(at, n) : NAME(load)(at + v * LANES), left[v]);
+    }
+    UNROLL for (int v = 0; v < vectors; v++) {
+        float *to = owed + v * LANES;
+        if (!NAME(finite)(left[v])) {
+            float lanes[LANES];
+            NAME(store)(lanes, left[v]);
+            for (int64_t i = 0; i < (n ? n : LANES); i++)
+                if ((bits_of(lanes[i]) & NO_SIGN) < INFINITE) to[i] = lanes[i];
+        } else if (n) {
+            NAME(store_part)(to, n, left[v]);
+        } else if (past) {
+            NAME(stream)(to, left[v]);
+        } else {
+            NAME(store)(to, left[v]);
+        }
+    }
+}
+
+/* A piece of a row; m is x + add, or x alone. */
+TARGET INLINE void NAME(settle_row)(const Product *job, const float *p, const float *q, const float *x,
+                                    const float *add, float *owed, int64_t size, const int past) {
+    VEC left[4];
+    int64_t j = 0, n;
+    if (past) /* up to the next line */
+        for (const int64_t head = to_next_line(owed, size); j < head; j += n) {
+            n = head - j < LANES ? head - j : LANES;
+            left[0] = NAME(sum_part)(x, add, j, n);
+            NAME(settle)(p, q + j, job, left, owed + j, n, 1, 0);
+        }
+    for (; j + 4 * LANES <= size; j += 4 * LANES) {
+        UNROLL for (int v = 0; v < 4; v++) left[v] = NAME(sum_at)(x, add, j + v * LANES);
+        NAME(settle)(p, q + j, job, left, owed + j, 0, 4, past);
+    }
+    for (; j < size; j += n) {
+        n = size - j < LANES ? size - j : LANES;
+        left[0] = NAME(sum_part)(x, add, j, n);
+        NAME(settle)(p, q + j, job, left, owed + j, n, 1, 0);
+    }
+}
+
+TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, int64_t i, const int rows) {
+    for (int64_t from = 0; from < job->b || !from; from += STRETCH)
+        NAME(dots_of)(job, owed, i, from, job->b - from < STRETCH ? job->b : from + STRETCH, rows);
+    if (job->settle)
+        for (int64_t x = i; x < i + rows; x++)
+            NAME(settle_row)(job, job->factor + x, job->q, job->g + x * job->b, owed + x * job->b,
+                             job->owed + x * job->b, job->b, 0);
+}
+
+TARGET static void NAME(rows_part)(void *argument, int part, int parts) {
+    const Product *job = argument;
+    int64_t i = share_of(job->a, ROWS, part, parts);
+    const int64_t end = share_of(job->a, ROWS, part + 1, parts);
+    if (job->owed) {
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, i, ROWS);
+        for (; i < end; i++) NAME(rows_of)(job, job->owed, i, 1);
+    } else {
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, NULL, i, ROWS);
+        for (; i < end; i++) NAME(rows_of)(job, NULL, i, 1);
+    }
+}
+
+/* -- along columns -------------------------------------------------------------------------------- */
+
+/* q[k, j] += p[k, i] m[i, j] for a few ranks, `count` rows and `vectors` places (or the first n elements of one).
+   With owed, m is g + owed and goes into `sums` as well; the rows that come next are asked for. */
+TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float *owed, int64_t stride, float *sums,
+                                int64_t i, int64_t count, int64_t k, int64_t j, int64_t n, const int ranks,
+                                const int vectors) {
+    const float *p = job->p + k * job->a + i;
+    VEC total[4][4], m[4];
+    UNROLL for (int y = 0; y < ranks; y++)
+        UNROLL for (int v = 0; v < vectors; v++) total[y][v] = NAME(all)(0.0f);
+    for (int64_t x = 0; x < count; x++) {
+        const int64_t at = x * stride + j, ahead = at + DEEP * stride;
+        UNROLL for (int v = 0; v < vectors; v++) {
+            m[v] = n ? NAME(sum_part)(g, owed, at, n) : NAME(sum_at)(g, owed, at + v * LANES);
+            if (!owed) continue;
+            if (v * LANES % 16 == 0) {
+                __builtin_prefetch((const void *)((uintptr_t)g + (uintptr_t)(ahead + v * LANES) * 4));
+                __builtin_prefetch((const void *)((uintptr_t)owed + (uintptr_t)(ahead + v * LANES) * 4));
+            }
+            NAME(store)(sums + x * job->tile + j + v * LANES, m[v]); /* there is room for whole vectors */
+        }
+        UNROLL for (int y = 0; y < ranks; y++) {
+            const VEC part = NAME(all)(p[y * job->a + x]);
+            UNROLL for (int v = 0; v < vectors; v++) total[y][v] = NAME(madd)(part, m[v], total[y][v]);
+        }
+    }
+    UNROLL for (int y = 0; y < ranks; y++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            float *q = job->to + (k + y) * job->b + j + v * LANES;
+            if (n)
+                NAME(store_part)(q, n, NAME(load_part)(q, n) + total[y][v]);
+            else
+                NAME(store)(q, NAME(load)(q) + total[y][v]);
+        }
+}
+
+/* The same for all ranks, in groups of 4, 2 and 1; after the first, g + owed is found in `sums`. */
+TARGET INLINE void NAME(gather_all)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
+                                    int64_t count, int64_t j, int64_t n, const int vectors) {
+    const float *m = owed ? sums : g;
+    const int64_t r = job->r, b = job->b, stride = owed ? job->tile : b;
+    int64_t k = r < 4 ? r < 2 ? 1 : 2 : 4;
+    if (k == 4)
+        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 4, vectors);
+    else if (k == 2)
+        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 2, vectors);
+    else
+        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 1, vectors);
+    for (; k + 4 <= r; k += 4) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 4, vectors);
+    if (r - k >= 2) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 2, vectors), k += 2;
+    if (r - k) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 1, vectors);
+}
+
+TARGET INLINE void NAME(gather_rows)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
+                                     int64_t count, int64_t size) {
+    int64_t j = 0;
+    for (; j + 4 * LANES <= size; j += 4 * LANES) NAME(gather_all)(job, g, owed, sums, i, count, j, 0, 4);
+    for (; j + LANES <= size; j += LANES) NAME(gather_all)(job, g, owed, sums, i, count, j, 0, 1);
+    if (j < size) NAME(gather_all)(job, g, owed, sums, i, count, j, size - j, 1);
+}
+
+TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
+    Product own = *(const Product *)argument, *job = &own;
+    const int64_t a = job->a, b = job->b, tile = job->tile, last = share_of(b, SHARE, part + 1, parts);
+    float *sums = job->spare ? job->spare + part * job->room : NULL;
+    for (int64_t from = share_of(b, SHARE, part, parts), size; from < last; from += size) {
+        size = tile;
+        if (job->owed) size -= (int64_t)((uintptr_t)(job->owed + from) / 4 % 16); /* next begins a line */
+        if (size > last - from) size = last - from;
+        own.to = job->factor + from;
+        for (int64_t k = 0; k < job->r; k++) memset(own.to + k * b, 0, (size_t)size * 4);
+        for (int64_t i = 0; i < a; i += DEEP) {
+            const int64_t count = a - i < DEEP ? a - i : DEEP;
+            if (job->owed)
+                NAME(gather_rows)(job, job->g + i * b + from, job->owed + i * b + from,
+                                  sums + (job->keep ? i * tile : 0), i, count, size);
+            else
+                NAME(gather_rows)(job, job->g + i * b + from, NULL, NULL, i, count, size);
+        }
+        for (int64_t i = 0; job->settle && i < a; i++) {
+            float *owed = job->owed + i * b + from;
+            if (job->keep)
+                NAME(settle_row)(job, job->p + i, own.to, sums + i * tile, NULL, owed, size, 1);
+            else
+                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, owed, owed, size, 0);
+        }
+    }
+    NAME(fence)();
+}
+
+/* -- back to a matrix ----------------------------------------------------------------------------- */
+
+/* Products and sums are rounded each for itself, in the order of the ranks, so that the bits never differ. */
+TARGET INLINE void NAME(expand_at)(const Product *job, int64_t i, int64_t j, int64_t n, const int rows,
+                                   const int vectors, const int past) {
+    VEC total[4][4];
+    UNROLL for (int x = 0; x < rows; x++)
+        UNROLL for (int v = 0; v < vectors; v++) total[x][v] = NAME(all)(0.0f);
+    for (int64_t k = 0; k < job->r; k++) {
+        const float *p = job->p + k * job->a + i, *q = job->q + k * job->b + j;
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const VEC factor = n ? NAME(load_part)(q, n) : NAME(load)(q + v * LANES);
+            UNROLL for (int x = 0; x < rows; x++) {
+                const VEC term = NAME(all)(p[x]) * factor;
+                if (k)
+                    total[x][v] += term;
+                else
+                    total[x][v] = term;
+            }
+        }
+    }
+    UNROLL for (int x = 0; x < rows; x++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            float *out = job->out + (i + x) * job->b + j + v * LANES;
+            if (n)
+                NAME(store_part)(out, n, total[x][v]);
+            else if (past)
+                NAME(stream)(out, total[x][v]);
+            else
+                NAME(store)(out, total[x][v]);
+        }
+}
+
+/* Rows that begin equally far from a line; the heads and ends of rows go through the cache. */
+TARGET INLINE void NAME(expand_rows)(const Product *job, int64_t i, const int rows, const int past) {
+    int64_t j = 0, n;
+    if (past)
+        for (const int64_t head = to_next_line(job->out + i * job->b, job->b); j < head; j += n) {
+            n = head - j < LANES ? head - j : LANES;
+            NAME(expand_at)(job, i, j, n, rows, 1, 0);
+        }
+    for (; j + 2 * LANES <= job->b; j += 2 * LANES) NAME(expand_at)(job, i, j, 0, rows, 2, past);
+    for (; j < job->b; j += n) {
+        n = job->b - j < LANES ? job->b - j : LANES;
+        NAME(expand_at)(job, i, j, n, rows, 1, 0);
+    }
+}
+
+TARGET static void NAME(expand_part)(void *argument, int part, int parts) {
+    const Product *job = argument;
+    int64_t i = share_of(job->a, 4, part, parts);
+    const int64_t end = share_of(job->a, 4, part + 1, parts);
+    if (job->past && job->b % 16 == 0)
+        for (; i + 4 <= end; i += 4) NAME(expand_rows)(job, i, 4, 1);
+    if (job->past)
+        for (; i < end; i++) NAME(expand_rows)(job, i, 1, 1);
+    for (; i + 4 <= end; i += 4) NAME(expand_rows)(job, i, 4, 0);
+    for (; i < end; i++) NAME(expand_rows)(job, i, 1, 0);
+    NAME(fence)();
+}

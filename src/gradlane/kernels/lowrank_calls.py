@@ -1,0 +1,50 @@
+"""The C functions for low-rank compression, as methods on tensors; ``products`` checks what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from torch import Tensor
+
+_PROJECT = (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p)
+LOW_RANK: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "project_rows": (_PROJECT, None),
+    "project_columns": (_PROJECT, c_int),
+    "expand": ((c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
+    "orthonormalise": ((c_int, c_void_p, c_int64, c_int64), c_int),
+}
+
+
+class LowRankCalls:
+    """A part of ``Native``."""
+
+    _level: int
+    _call: dict[str, Callable[..., Any]]
+
+    def _how(self) -> tuple[int, int]:
+        raise AssertionError("Native says how")
+
+    def project_rows(self, g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, settle: bool) -> None:
+        self._call["project_rows"](*self._how(), *_given(g, owed, q), settle, p.data_ptr())
+
+    def project_columns(self, g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:
+        _enough(self._call["project_columns"](*self._how(), *_given(g, owed, p), settle, q.data_ptr()))
+
+    def expand(self, p: Tensor, q: Tensor, out: Tensor) -> None:
+        self._call["expand"](*self._how(), p.data_ptr(), q.data_ptr(), *out.shape, len(p), out.data_ptr())
+
+    def orthonormalise(self, p: Tensor) -> bool:
+        return bool(_enough(self._call["orthonormalise"](self._level, p.data_ptr(), *p.shape)))
+
+
+def _given(g: Tensor, owed: Tensor | None, factor: Tensor) -> tuple[int | None, ...]:
+    pointer = None if owed is None else owed.data_ptr()
+    return g.data_ptr(), pointer, factor.data_ptr(), *g.shape, len(factor)
+
+
+def _enough(found: int) -> int:
+    if found < 0:
+        raise MemoryError("no memory for a low-rank product")
+    return found

@@ -1,0 +1,290 @@
+"""Low-rank products, compiled for every level and in plain torch, against the fp64 reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from gradlane.errors import InvalidValue, WrongType
+from gradlane.kernels import native, products
+
+from ..reference import lowrank as reference
+
+CHOICES = ("torch", *native.levels())
+every_choice = pytest.mark.parametrize("choice", CHOICES)
+UNIT = 2.0**-23  # the spacing of fp32 at 1
+
+
+def matrix(generator, *shape, scale=1.0):
+    """Values whose storage begins anywhere in a line of the cache."""
+    offset = int(generator.integers(0, 20))
+    numel = int(np.prod(shape))
+    whole = np.full(offset + numel + 1, 7.0, np.float32)
+    whole[offset : offset + numel] = generator.standard_normal(numel) * scale
+    return torch.from_numpy(whole)[offset : offset + numel].view(*shape)
+
+
+def sizes(generator, count):
+    """(a, b, r): mostly small and odd, now and then a large one."""
+    for turn in range(count):
+        top = 70 if turn % 8 else 600
+        yield (
+            *map(int, generator.integers(1, top + 1, 2)),
+            int(generator.integers(1, 10)) if turn % 5 else 17 + turn,
+        )
+
+
+def same_bits(x, y):
+    """NaN is NaN, whatever its bits."""
+    return torch.equal(x.nan_to_num(nan=1e9).view(torch.int32), y.nan_to_num(nan=1e9).view(torch.int32))
+
+
+def close(found, wanted, weight, terms):
+    """Within what fp32 may lose in sums of so many terms, `weight` being the sum of their magnitudes."""
+    room = (4 + np.sqrt(terms)) * UNIT * weight + (4 + terms) * 2.0**-149
+    assert (np.abs(found.numpy().astype(np.float64) - wanted) <= room).all()
+
+
+def check_products(g, owed, p, q, settle):
+    """Both projections equal the reference, and settle what is owed or leave it."""
+    m = reference.total(g.numpy(), None if owed is None else owed.numpy())
+    size = np.abs(g.numpy()) + (0 if owed is None else np.abs(owed.numpy()))
+    for act, into, sum_of, terms in (
+        (products.project_rows, torch.full_like(p, 3.0), reference.project_rows, g.shape[1]),
+        (products.project_columns, torch.full_like(q, 3.0), reference.project_columns, g.shape[0]),
+    ):
+        given = q if act is products.project_rows else p
+        left = None if owed is None else owed.clone()
+        before = g.clone()
+        act(g, left, given, into, settle=settle)
+        assert torch.equal(g, before)
+        close(into, sum_of(m, given.numpy()), sum_of(size, np.abs(given.numpy())), terms)
+        factors = (into, q) if act is products.project_rows else (p, into)
+        if settle:
+            wanted = reference.left(m, *(factor.numpy() for factor in factors))
+            weight = size - reference.left(size * 0, *(np.abs(factor.numpy()) for factor in factors))
+            close(left, wanted, weight, len(p))
+        elif owed is not None:
+            assert torch.equal(left, owed)
+
+
+@every_choice
+@pytest.mark.parametrize("scale", [1.0, 1e-41, 1e30])
+def test_products_of_any_size(monkeypatch, choice, scale):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(1)
+    for a, b, r in sizes(generator, 60 if scale == 1.0 else 20):
+        g, owed = (matrix(generator, a, b, scale=scale) for _ in range(2))
+        p, q = matrix(generator, r, a), matrix(generator, r, b)
+        check_products(g, None, p, q, settle=False)
+        check_products(g, owed, p, q, settle=False)
+        check_products(g, owed, p, q, settle=True)
+
+
+@every_choice
+@pytest.mark.parametrize("shape", [(1, 1), (1, 70), (70, 1), (3, 9001), (9001, 3), (5000, 65), (300, 1024)])
+@pytest.mark.parametrize("rank", [1, 3, 64])
+def test_products_of_long_and_tall(monkeypatch, choice, shape, rank):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(2)
+    g, owed = (matrix(generator, *shape) for _ in range(2))
+    check_products(g, owed, matrix(generator, rank, shape[0]), matrix(generator, rank, shape[1]), settle=True)
+
+
+@every_choice
+def test_what_is_not_finite_never_reaches_owed(monkeypatch, choice):
+    """A broken element costs p one column and leaves the row of owed; for q, the column."""
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(3)
+    for a, b, r in sizes(generator, 40):
+        g, owed = (matrix(generator, a, b) for _ in range(2))
+        p, q = matrix(generator, r, a), matrix(generator, r, b)
+        rows, columns = generator.integers(0, a, 3), generator.integers(0, b, 3)
+        for i, j, value in zip(rows, columns, (np.nan, np.inf, -np.inf), strict=True):
+            g[i, j] = value
+        broken_rows, broken_columns = torch.zeros(a, dtype=bool), torch.zeros(b, dtype=bool)
+        broken_rows[rows], broken_columns[columns] = True, True
+        left, into = owed.clone(), torch.empty_like(p)
+        products.project_rows(g, left, q, into, settle=True)
+        assert torch.equal(into.isfinite().all(0), ~broken_rows)
+        assert torch.equal(left[broken_rows], owed[broken_rows])
+        assert not torch.equal(left, owed) or broken_rows.all()
+        assert left.isfinite().all()
+        left, into = owed.clone(), torch.empty_like(q)
+        products.project_columns(g, left, p, into, settle=True)
+        assert torch.equal(into.isfinite().all(0), ~broken_columns)
+        assert torch.equal(left[:, broken_columns], owed[:, broken_columns])
+        assert not torch.equal(left, owed) or broken_columns.all()
+        assert left.isfinite().all()
+
+
+@every_choice
+def test_owed_stays_where_the_difference_is_too_large(monkeypatch, choice):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    g, owed = torch.full((4, 40), 3e38), torch.ones(4, 40)
+    p, q = torch.zeros(2, 4), torch.zeros(2, 40)
+    q[0, 0], q[0, 1] = 1.0, -1e-3  # p is finite, and p q is about -3e35 at one place
+    g[:, 2:] = 1.0
+    owed[:, 1] = 3e38  # the sum is not finite, though q makes little of it
+    left = owed.clone()
+    products.project_rows(g, left, q, p, settle=True)
+    assert left.isfinite().all()
+    assert torch.equal(left[:, 1], owed[:, 1])
+
+
+def everything(g, owed, p, q):
+    found = []
+    for settle in (False, True):
+        for act, given, into in ((products.project_rows, q, p), (products.project_columns, p, q)):
+            left, factor = owed.clone(), torch.empty_like(into)
+            act(g, left, given, factor, settle=settle)
+            found += [left, factor]
+    out = torch.empty_like(g)
+    products.expand(p, q, out)
+    return [*found, out]
+
+
+@pytest.mark.parametrize("choice", [*native.levels(), *(() if native.levels() else ("torch",))])
+@pytest.mark.parametrize("shape", [(700, 601), (40, 12_345), (12_345, 40), (5, 90_000)])
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch, choice, shape):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(4)
+    g, owed = (matrix(generator, *shape) for _ in range(2))
+    p, q = (matrix(generator, 5, size) for size in shape)
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(
+            torch, "get_num_threads", lambda threads=threads: threads
+        )  # this process gets forked
+        found.append(everything(g, owed, p, q))
+    for other in found[1:]:
+        assert all(same_bits(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@every_choice
+def test_expand_has_the_bits_of_the_reference(monkeypatch, choice):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(5)
+    for turn, scale in enumerate([1.0, 1e-22, 1e19, 1e30] * 6):
+        a, b = map(int, generator.integers(1, 50, 2))
+        r = int(generator.integers(1, 8))
+        p, q = matrix(generator, r, a, scale=scale), matrix(generator, r, b, scale=scale)
+        p[0, 0] = 0.0
+        if turn % 3 == 0:
+            q[-1, -1] = float("nan" if turn % 2 else "inf")
+        out = torch.empty(a * b + 3)[3:].view(a, b)
+        products.expand(p, q, out)
+        assert same_bits(out, torch.from_numpy(reference.expand(p.numpy(), q.numpy())))
+
+
+@pytest.mark.parametrize("choice", native.levels())
+@pytest.mark.parametrize("shape", [(1024, 512), (999, 1001), (64, 9000), (9000, 64)])
+def test_a_large_expand_has_the_bits_of_torch(monkeypatch, choice, shape):
+    generator = np.random.default_rng(6)
+    p, q = (matrix(generator, 4, size) for size in shape)
+    found, plain = (matrix(generator, *shape) for _ in range(2))
+    monkeypatch.setenv(native.VARIABLE, choice)
+    products.expand(p, q, found)
+    monkeypatch.setenv(native.VARIABLE, "torch")
+    products.expand(p, q, plain)
+    assert torch.equal(found, plain)
+
+
+def rows_to_try(generator):
+    """(what is special, rows): plain, dependent, zero, tiny, huge, and all of them at once."""
+    for turn in range(30):
+        a = int(generator.integers(1, 70))
+        r = min(a, int(generator.integers(1, 10)))
+        half = max(1, r // 2)
+        dependent = matrix(generator, r, half) @ matrix(generator, half, a)
+        yield "plain", matrix(generator, r, a)
+        yield "dependent", dependent
+        yield "tiny", matrix(generator, r, a, scale=1e-43)
+        yield "huge", matrix(generator, r, a, scale=1e37)
+        mixed = matrix(generator, r, a)
+        mixed[turn % r] = 0.0
+        mixed[-1] *= 1e30
+        mixed[0] = mixed[-1] * 1e-35
+        yield "mixed", mixed
+        yield "zero", torch.zeros(r, a)
+        yield "nearly", matrix(generator, 1, a) + matrix(generator, r, a) * 1e-4
+
+
+def apart_from_orthonormal(p):
+    wide = p.double()
+    return (wide @ wide.t() - torch.eye(len(p), dtype=torch.float64)).abs().max()
+
+
+@every_choice
+def test_orthonormalise_has_the_bits_of_the_reference(monkeypatch, choice):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    for kind, p in rows_to_try(np.random.default_rng(7)):
+        wanted = reference.orthonormalise(p.numpy())
+        assert products.orthonormalise(p) is True
+        assert np.array_equal(p.numpy().view(np.int32), wanted.view(np.int32)), kind
+        assert apart_from_orthonormal(p) < 1e-6, kind
+
+
+@every_choice
+def test_orthonormalise_keeps_the_space_and_the_first_direction(monkeypatch, choice):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    p = matrix(np.random.default_rng(8), 6, 100)
+    before = p.double()
+    assert products.orthonormalise(p)
+    assert torch.allclose(p[0].double(), before[0] / before[0].norm(), atol=1e-7)
+    assert torch.allclose(before @ p.double().t() @ p.double(), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("choice", native.levels())
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (64, 64), (70, 300), (4, 4608), (33, 1000), (3, 65_537)])
+@pytest.mark.parametrize("rank", [None, 1, 2])
+def test_a_large_orthonormalise_has_the_bits_of_torch(monkeypatch, choice, shape, rank):
+    generator = np.random.default_rng(9)
+    given = (
+        matrix(generator, *shape)
+        if rank is None
+        else matrix(generator, shape[0], rank) @ matrix(generator, rank, shape[1])
+    )
+    found, plain = given.clone(), given.clone()
+    monkeypatch.setenv(native.VARIABLE, choice)
+    assert products.orthonormalise(found)
+    monkeypatch.setenv(native.VARIABLE, "torch")
+    assert products.orthonormalise(plain)
+    assert torch.equal(found.view(torch.int32), plain.view(torch.int32))
+    assert apart_from_orthonormal(found) < 1e-6
+
+
+@every_choice
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_orthonormalise_leaves_what_is_not_finite(monkeypatch, choice, value):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(10)
+    for r, a in ((1, 1), (3, 17), (5, 300)):
+        p = matrix(generator, r, a)
+        p[int(generator.integers(r)), int(generator.integers(a))] = value
+        before = p.clone()
+        assert products.orthonormalise(p) is False
+        assert same_bits(p, before)
+
+
+def test_meta_tensors_pass_through():
+    g, owed, p, q = (torch.empty(shape, device="meta") for shape in ((5, 7), (5, 7), (2, 5), (2, 7)))
+    products.project_rows(g, owed, q, p, settle=True)
+    products.project_columns(g, owed, p, q, settle=True)
+    products.expand(p, q, g)
+    assert products.orthonormalise(p) is True
+
+
+def test_what_does_not_fit_is_refused():
+    g, p, q = torch.zeros(5, 7), torch.zeros(2, 5), torch.zeros(2, 7)
+    with pytest.raises(InvalidValue, match="pass owed"):
+        products.project_columns(g, None, p, q, settle=True)
+    with pytest.raises(InvalidValue, match=r"\[r, 5\]"):
+        products.project_rows(g, None, q, torch.zeros(3, 5))
+    with pytest.raises(InvalidValue, match="owed is"):
+        products.project_rows(g, g.t().contiguous(), q, p)
+    with pytest.raises(InvalidValue, match="contiguous"):
+        products.expand(p, q, torch.zeros(7, 5).t())
+    with pytest.raises(WrongType, match="float64"):
+        products.expand(p.double(), q, g)
+    with pytest.raises(InvalidValue, match="at most 2"):
+        products.orthonormalise(torch.zeros(3, 2))
