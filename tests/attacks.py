@@ -68,7 +68,7 @@ def arms(f: int) -> dict[str, gl.Strategy]:
 
 
 def judged_at(world: int, f: int) -> list[str]:
-    """The arms of which something is asked: of all up to a quarter of wrong ranks, beyond it of one."""
+    """The arms of which something is asked: of all, up to a quarter of wrong ranks; then of the strongest."""
     return [arm for arm in arms(f) if 4 * f <= world or arm in ("mean", "NNM + trimmed mean")]
 
 

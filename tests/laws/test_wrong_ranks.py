@@ -163,7 +163,7 @@ def test_zeros_are_named_though_they_are_near(caplog):
 def test_honest_ranks_are_not_named_be_they_three_times_as_noisy(caplog):
     def wrong(step, given):
         noise = torch.Generator().manual_seed(1000 + step)
-        given[3]["a"] += 2.0 * torch.randn(40, generator=noise)
+        given[3]["a"] += 8**0.5 * torch.randn(40, generator=noise)
 
     assert watched(gl.Median(), wrong, 30, gl.Watch(patience=1), caplog)[0] == []
     assert watched(gl.Median(), lambda step, given: None, 30, gl.Watch(patience=1), caplog)[0] == []

@@ -60,7 +60,7 @@ def test_dtypes_under_torch_and_names_of_ones_own():
     ("text", "message"),
     [
         ("Maen()", "'Maen' in 'Maen\\(\\)' is not known; did you mean Mean?"),
-        ("Zzz()", "is not known; known are AcpSGD, AdaSum"),
+        ("Zzz()", "is not known; known are AcpSGD, AdaSum, After"),
         ("Mean", "write Mean\\(\\)"),
         ("Cast(Mean(), int8)", "'int8' in"),
         ("Cast(Mean())", "missing 1 required positional argument: 'dtype'"),

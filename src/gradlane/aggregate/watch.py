@@ -25,8 +25,9 @@ class Watch:
     """Warns of a rank that has been an outlier for ``patience`` steps in a row, and when it is back.
 
     An outlier has a median distance to the others of more than ``factor`` times what is usual among all, or
-    sends next to nothing while the others send something. Honest ranks with different data are rarely at
-    twice the usual distance. A wrong rank whose distance hides in the noise of honest gradients is not seen.
+    sends next to nothing while the others send something. An honest rank with three times the noise of the
+    others is at 2.2 times the usual distance, sqrt(1 + 9) / sqrt(1 + 1). A wrong rank whose distance hides
+    in the noise of honest gradients is not seen.
 
     A warning is logged by rank 0 and by the rank that it is about. Every step is looked at when the next
     one begins.
@@ -57,7 +58,7 @@ class Watch:
 
     def name_broken(self, step: int, broken: tuple[int, ...], me: int) -> None:
         """Warn at once, and once, of those who sent what is not finite."""
-        for rank in set(broken) - self._broken:
+        for rank in sorted(set(broken) - self._broken):
             _warn(me, rank, "rank %d sent values that are not finite in step %d and is left out", rank, step)
         self._broken |= set(broken)
 
@@ -80,11 +81,9 @@ class Watch:
         if run[1] < self.patience or run[2]:
             return
         run[2] = 1
-        how = (
-            "it sends next to nothing"
-            if nothing
-            else (f"its gradient is {times:.1f} times as far from the others as they are from each other")
-        )
+        how = f"its gradient is {times:.1f} times as far from the others as they are from each other"
+        if nothing:
+            how = "it sends next to nothing"
         _warn(me, rank, "rank %d has been an outlier since step %d (%s)", rank, run[0], how)
 
     def state_dict(self) -> dict[str, Any]:

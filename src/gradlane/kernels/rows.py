@@ -14,7 +14,7 @@ from torch import Tensor
 from .calls import Native
 from .native import native_for
 
-MOST_ROWS = 32  # of the compiled kernels; csrc/native.c has the same number
+MOST_ROWS = 64  # of the compiled kernels; csrc/native.c has the same number
 BLOCK = 16_384  # columns; in fp64 they stay in the cache
 
 

@@ -52,7 +52,7 @@ typedef struct {
     Found *found;
 } Pick;
 
-#define MOST_ROWS 32 /* ranks; kernels/rows.py has the same number */
+#define MOST_ROWS 64 /* ranks; kernels/rows.py has the same number */
 #define TILE 128     /* columns of all rows: they stay in the first-level cache */
 #define PIECE_COLUMNS 16384
 
