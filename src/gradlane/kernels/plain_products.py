@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PIECE = 65_536  # elements that stay in the cache between two operations
+PIECE = 65_536  # elements
 LEAST = 1e-12  # of a row's square that must be new; below it, rounding to fp32 has made up the rest
 
 
@@ -33,25 +33,32 @@ def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle
 
 
 def _settle(g: Tensor, owed: Tensor, p: Tensor, q: Tensor, sound: Tensor) -> None:
+    usual = g.device.type == "cpu" and bool(sound.all())  # elsewhere, asking costs more than it saves
     sound = sound.expand_as(g)
-    for rows in _pieces(g):
-        left = g[rows] + owed[rows]
+    for rows, left in _pieces(g):
+        torch.add(g[rows], owed[rows], out=left)
         left.addmm_(p[:, rows].t(), q, alpha=-1)
-        torch.where(left.isfinite() & sound[rows], left, owed[rows], out=owed[rows])
+        if usual and left.sum().isfinite():
+            owed[rows] = left
+        else:
+            torch.where(left.isfinite() & sound[rows], left, owed[rows], out=owed[rows])
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
-    for rows in _pieces(out):
+    for rows, term in _pieces(out):
         total = torch.mul(p[0, rows, None], q[0], out=out[rows])
-        term = torch.empty_like(total)
         for k in range(1, len(p)):  # not addmm, not addcmul: they round once where this rounds twice
             total += torch.mul(p[k, rows, None], q[k], out=term)
 
 
-def _pieces(matrix: Tensor) -> Iterator[slice]:
+def _pieces(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows that stay in the cache between two operations, and room for as many."""
     count, size = matrix.shape
     step = max(1, PIECE // max(1, size))
-    return (slice(start, min(count, start + step)) for start in range(0, count, step))
+    room = matrix.new_empty(min(step, count), size)
+    for start in range(0, count, step):
+        rows = slice(start, min(count, start + step))
+        yield rows, room[: rows.stop - start]
 
 
 def orthonormalise(p: Tensor) -> bool:
@@ -71,12 +78,12 @@ def _gram_schmidt(rows: Tensor, *, replace: bool) -> tuple[Tensor, bool]:
     asked once at the end; only if it did not, again and row by row.
     """
     sound = []
+    least = _halved((rows * rows).t()) * LEAST
     for k, row in enumerate(rows):
-        before = _square(row)
         row -= _within(rows[:k], row)
         row -= _within(rows[:k], row)
         square = _square(row)
-        new = square > before * LEAST  # False for NaN too
+        new = square > least[k]  # False for NaN too
         sound.append(new)
         if replace and not new:
             row.zero_()[_least_covered(rows[:k])] = 1.0

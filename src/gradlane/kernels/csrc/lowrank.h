@@ -2,8 +2,8 @@
 
    expand and orthonormalise give the same bits at every level. The projections may fuse a product and a sum,
    where the processor can: their results are added over ranks anyway. What they give does not depend on the
-   number of threads: one sum is never divided between two. products.h and orthonormal.h are compiled once for
-   each level. */
+   number of threads: one sum is never divided between two. products.h, expand.h and orthonormal.h are
+   compiled once for each level. */
 
 typedef struct {
     const float *g, *p, *q;
@@ -13,22 +13,16 @@ typedef struct {
     int settle, keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
 } Product;
 
-#ifndef ROWS
-#define ROWS 2 /* rows that share what is loaded of q */
-#endif
-#ifndef DEEP
-#define DEEP 8 /* rows that are summed up in registers */
-#endif
-#define SHARE 64 /* columns; threads share a matrix in such pieces */
-#define STRETCH 4096 /* columns that are summed up before the next rank's turn, while they are in the cache */
-#ifndef KEPT
-#define KEPT 262144
-#define MOST_TILE 512
-#define LEAST_TILE 64
-#endif
+#define ROWS 2        /* rows that share what is loaded of q */
+#define DEEP 16       /* rows that are summed up in registers before q is touched */
+#define SHARE 64      /* columns; threads share a matrix in such pieces */
+#define STRETCH 4096  /* columns that all ranks have their turn on while they are in the cache */
+#define KEPT 262144   /* elements of a tile that stay in the second cache; half as many are no better */
+#define MOST_TILE 512 /* columns; narrower for tall matrices */
+#define LEAST_TILE 64 /* below it, two passes through memory are cheaper */
 #define WORTH_PASSING 262144 /* elements; a smaller result may still be in the cache when it is read */
-#define COLUMNS 128 /* of the fp64 basis that are worked on at once */
-#define LEAST 1e-12 /* as in plain_products.py */
+#define COLUMNS 128   /* of the fp64 basis that are worked on at once */
+#define LEAST 1e-12   /* as in plain_products.py */
 
 /* Elements before the first that begins a line of the cache. */
 INLINE int64_t to_next_line(const float *here, int64_t size) {
@@ -78,6 +72,7 @@ INLINE int finite_portable(Four v) {
     return zero[0] == 0 && zero[1] == 0 && zero[2] == 0 && zero[3] == 0;
 }
 #include "products.h"
+#include "expand.h"
 #include "orthonormal.h"
 #undef NAME
 #undef TARGET
@@ -105,6 +100,7 @@ TARGET INLINE int finite_avx2(__m256 v) {
     return _mm256_movemask_ps(_mm256_cmp_ps(zero, zero, _CMP_EQ_OQ)) == 0xFF;
 }
 #include "products.h"
+#include "expand.h"
 #include "orthonormal.h"
 #undef NAME
 #undef TARGET
@@ -126,6 +122,7 @@ TARGET INLINE __m512 all_avx512(float x) { return _mm512_set1_ps(x); }
 TARGET INLINE __m512 madd_avx512(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
 TARGET INLINE int finite_avx512(__m512 v) { return _mm512_fpclass_ps_mask(v, 0x99) == 0; }
 #include "products.h"
+#include "expand.h"
 #include "orthonormal.h"
 #undef NAME
 #undef TARGET

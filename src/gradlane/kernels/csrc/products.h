@@ -70,15 +70,22 @@ TARGET INLINE void NAME(dots_of)(const Product *job, const float *owed, int64_t 
     if (job->r - k) NAME(dots)(job, owed, i, k, from, to, rows, 1);
 }
 
-/* owed = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one). Where that is not
-   finite, owed stays; it never ceases to be. `past`: written past the cache, to the beginning of a line. */
-TARGET INLINE void NAME(settle)(const float *p, const float *q, const Product *job, VEC *left, float *owed,
-                                int64_t n, const int vectors, const int past) {
-    for (int64_t k = 0; k < job->r; k++) {
+/* owed = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one); m comes in `left`,
+   the first p[k], with the other sign, in `parts`. Where that is not finite, owed stays; it never ceases to be.
+   `past`: written past the cache, to the beginning of a line. */
+TARGET INLINE void NAME(settle)(const Product *job, const VEC *parts, const float *p, const float *q, VEC *left,
+                                float *owed, int64_t n, const int ranks, const int vectors, const int past) {
+    UNROLL for (int k = 0; k < ranks; k++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const float *at = q + k * job->b + v * LANES;
+            left[v] = NAME(madd)(parts[k], n ? NAME(load_part)(at, n) : NAME(load)(at), left[v]);
+        }
+    for (int64_t k = ranks; k < job->r; k++) {
         const VEC part = NAME(all)(-p[k * job->a]);
-        const float *at = q + k * job->b;
-        UNROLL for (int v = 0; v < vectors; v++)
-            left[v] = NAME(madd)(part, n ? NAME(load_part)(at, n) : NAME(load)(at + v * LANES), left[v]);
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const float *at = q + k * job->b + v * LANES;
+            left[v] = NAME(madd)(part, n ? NAME(load_part)(at, n) : NAME(load)(at), left[v]);
+        }
     }
     UNROLL for (int v = 0; v < vectors; v++) {
         float *to = owed + v * LANES;
@@ -98,25 +105,36 @@ TARGET INLINE void NAME(settle)(const float *p, const float *q, const Product *j
 }
 
 /* A piece of a row; m is x + add, or x alone. */
-TARGET INLINE void NAME(settle_row)(const Product *job, const float *p, const float *q, const float *x,
-                                    const float *add, float *owed, int64_t size, const int past) {
-    VEC left[4];
+TARGET INLINE void NAME(settle_piece)(const Product *job, const float *p, const float *q, const float *x,
+                                      const float *add, float *owed, int64_t size, const int ranks, const int past) {
+    VEC parts[4], left[4];
     int64_t j = 0, n;
+    UNROLL for (int k = 0; k < ranks; k++) parts[k] = NAME(all)(-p[k * job->a]);
     if (past) /* up to the next line */
         for (const int64_t head = to_next_line(owed, size); j < head; j += n) {
             n = head - j < LANES ? head - j : LANES;
             left[0] = NAME(sum_part)(x, add, j, n);
-            NAME(settle)(p, q + j, job, left, owed + j, n, 1, 0);
+            NAME(settle)(job, parts, p, q + j, left, owed + j, n, ranks, 1, 0);
         }
     for (; j + 4 * LANES <= size; j += 4 * LANES) {
         UNROLL for (int v = 0; v < 4; v++) left[v] = NAME(sum_at)(x, add, j + v * LANES);
-        NAME(settle)(p, q + j, job, left, owed + j, 0, 4, past);
+        NAME(settle)(job, parts, p, q + j, left, owed + j, 0, ranks, 4, past);
     }
     for (; j < size; j += n) {
         n = size - j < LANES ? size - j : LANES;
         left[0] = NAME(sum_part)(x, add, j, n);
-        NAME(settle)(p, q + j, job, left, owed + j, n, 1, 0);
+        NAME(settle)(job, parts, p, q + j, left, owed + j, n, ranks, 1, 0);
     }
+}
+
+TARGET INLINE void NAME(settle_row)(const Product *job, const float *p, const float *q, const float *x,
+                                    const float *add, float *owed, int64_t size, const int past) {
+    if (job->r >= 4)
+        NAME(settle_piece)(job, p, q, x, add, owed, size, 4, past);
+    else if (job->r >= 2)
+        NAME(settle_piece)(job, p, q, x, add, owed, size, 2, past);
+    else
+        NAME(settle_piece)(job, p, q, x, add, owed, size, 1, past);
 }
 
 TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, int64_t i, const int rows) {
@@ -197,10 +215,12 @@ TARGET INLINE void NAME(gather_all)(const Product *job, const float *g, const fl
 
 TARGET INLINE void NAME(gather_rows)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
                                      int64_t count, int64_t size) {
-    int64_t j = 0;
+    int64_t j = 0, n;
     for (; j + 4 * LANES <= size; j += 4 * LANES) NAME(gather_all)(job, g, owed, sums, i, count, j, 0, 4);
-    for (; j + LANES <= size; j += LANES) NAME(gather_all)(job, g, owed, sums, i, count, j, 0, 1);
-    if (j < size) NAME(gather_all)(job, g, owed, sums, i, count, j, size - j, 1);
+    for (; j < size; j += n) {
+        n = size - j < LANES ? size - j : LANES;
+        NAME(gather_all)(job, g, owed, sums, i, count, j, n, 1);
+    }
 }
 
 TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
@@ -229,66 +249,5 @@ TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
                 NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, owed, owed, size, 0);
         }
     }
-    NAME(fence)();
-}
-
-/* -- back to a matrix ----------------------------------------------------------------------------- */
-
-/* Products and sums are rounded each for itself, in the order of the ranks, so that the bits never differ. */
-TARGET INLINE void NAME(expand_at)(const Product *job, int64_t i, int64_t j, int64_t n, const int rows,
-                                   const int vectors, const int past) {
-    VEC total[4][4];
-    UNROLL for (int x = 0; x < rows; x++)
-        UNROLL for (int v = 0; v < vectors; v++) total[x][v] = NAME(all)(0.0f);
-    for (int64_t k = 0; k < job->r; k++) {
-        const float *p = job->p + k * job->a + i, *q = job->q + k * job->b + j;
-        UNROLL for (int v = 0; v < vectors; v++) {
-            const VEC factor = n ? NAME(load_part)(q, n) : NAME(load)(q + v * LANES);
-            UNROLL for (int x = 0; x < rows; x++) {
-                const VEC term = NAME(all)(p[x]) * factor;
-                if (k)
-                    total[x][v] += term;
-                else
-                    total[x][v] = term;
-            }
-        }
-    }
-    UNROLL for (int x = 0; x < rows; x++)
-        UNROLL for (int v = 0; v < vectors; v++) {
-            float *out = job->out + (i + x) * job->b + j + v * LANES;
-            if (n)
-                NAME(store_part)(out, n, total[x][v]);
-            else if (past)
-                NAME(stream)(out, total[x][v]);
-            else
-                NAME(store)(out, total[x][v]);
-        }
-}
-
-/* Rows that begin equally far from a line; the heads and ends of rows go through the cache. */
-TARGET INLINE void NAME(expand_rows)(const Product *job, int64_t i, const int rows, const int past) {
-    int64_t j = 0, n;
-    if (past)
-        for (const int64_t head = to_next_line(job->out + i * job->b, job->b); j < head; j += n) {
-            n = head - j < LANES ? head - j : LANES;
-            NAME(expand_at)(job, i, j, n, rows, 1, 0);
-        }
-    for (; j + 2 * LANES <= job->b; j += 2 * LANES) NAME(expand_at)(job, i, j, 0, rows, 2, past);
-    for (; j < job->b; j += n) {
-        n = job->b - j < LANES ? job->b - j : LANES;
-        NAME(expand_at)(job, i, j, n, rows, 1, 0);
-    }
-}
-
-TARGET static void NAME(expand_part)(void *argument, int part, int parts) {
-    const Product *job = argument;
-    int64_t i = share_of(job->a, 4, part, parts);
-    const int64_t end = share_of(job->a, 4, part + 1, parts);
-    if (job->past && job->b % 16 == 0)
-        for (; i + 4 <= end; i += 4) NAME(expand_rows)(job, i, 4, 1);
-    if (job->past)
-        for (; i < end; i++) NAME(expand_rows)(job, i, 1, 1);
-    for (; i + 4 <= end; i += 4) NAME(expand_rows)(job, i, 4, 0);
-    for (; i < end; i++) NAME(expand_rows)(job, i, 1, 0);
     NAME(fence)();
 }
