@@ -122,7 +122,7 @@ def in_both_worlds(rank, world):
 
 
 def test_simulator_dry_run_and_ddp_agree():
-    for differences in run_ranks(in_both_worlds, 2, 2, deadline=120):
+    for differences in run_ranks(in_both_worlds, 2, 2, deadline=240):
         assert all(worst == 0.0 for worst in differences.values()), differences  # bit for bit
 
 
