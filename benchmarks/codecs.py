@@ -7,17 +7,12 @@ Medians over all rounds and sets, as multiples of the median copy. One thread.
     python benchmarks/codecs.py --json benchmarks/results/DATE-codecs.json
 """
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from copies import parser_for, timed, write
 
 import gradlane as gl
 from gradlane.kernels.native import VARIABLE, kernels_in_use
@@ -45,12 +40,6 @@ class Buffers:
         }
 
 
-def timed(act: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    act()
-    return time.perf_counter() - begin
-
-
 def measure(codec: gl.Codec, kernels: str, numel: int, rounds: int) -> dict[str, float]:
     os.environ[VARIABLE] = kernels
     sets = [Buffers(codec, numel) for _ in range(SETS)]
@@ -66,18 +55,14 @@ def measure(codec: gl.Codec, kernels: str, numel: int, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__, rounds=12)
     parser.add_argument("--mb", type=float, default=25.0)
-    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--fallback-rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--codec", action="append", help="a part of the text form; repeat for more")
     parser.add_argument(
         "--kernels", action="append", help="torch, portable, avx2, avx512; default: best, torch"
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -98,11 +83,7 @@ def main() -> None:
             print(f"{text:32s}", *(f"{found[name]:16.2f}" for name in ACTS), f"{4 * numel / wire:10.1f}",
                   f"{found['copy_s'] * 1e3:8.2f}")  # fmt: skip
             rows.append({"codec": text, "kernels": used, "wire_bytes": wire, **found})
-    if options.json:
-        where = {"torch": torch.__version__, "gradlane": gl.__version__, "cpu": platform.machine()}
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        told = {"command": " ".join(sys.argv), **where, **settings, "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,14 @@ median copy. One thread. torch's own sequence runs beside the first kernels only
     python benchmarks/lowrank.py --json benchmarks/results/DATE-lowrank-kernels.json
 """
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from copies import parser_for, timed, write
 from torch import Tensor
 
-import gradlane as gl
 from gradlane.kernels import native, products
 
 SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
@@ -99,12 +93,6 @@ def torch_sequence(
     torch.sub(whole, work, out=error)
 
 
-def timed(act: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    act()
-    return time.perf_counter() - begin
-
-
 def measure(shapes: list[tuple[int, int]], rank: int, rounds: int, sets: int, own: bool) -> dict[str, float]:
     buffers = [Buffers(shapes, rank) for _ in range(sets)]
     names = ("copy", *PASSES, *(OTHERS if own else OTHERS[:-1]))
@@ -121,10 +109,7 @@ def measure(shapes: list[tuple[int, int]], rank: int, rounds: int, sets: int, ow
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=8)
+    parser = parser_for(__doc__, rounds=8)
     parser.add_argument("--fallback-rounds", type=int, default=3)
     parser.add_argument("--sets", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -133,7 +118,6 @@ def main() -> None:
     parser.add_argument(
         "--kernels", action="append", help="torch, portable, avx2, avx512; default: all there are"
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -151,11 +135,7 @@ def main() -> None:
                 shown = (f"{found[column]:16.2f}" if column in found else " " * 16 for column in columns)
                 print(f"{name:8s} {rank:4d}", *shown, f"{found['copy_s'] * 1e3:8.2f}", flush=True)
                 rows.append({"shapes": name, "rank": rank, "kernels": used, **found})
-    if options.json:
-        where = {"torch": torch.__version__, "gradlane": gl.__version__, "cpu": platform.machine()}
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        told = {"command": " ".join(sys.argv), **where, **settings, "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,11 @@ of the median copy of the N elements. One thread. "torch" is what one would writ
     python benchmarks/rules.py --json benchmarks/results/DATE-rules.json
 """
 
-import argparse
-import json
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from copies import parser_for, timed, write
 from torch import Tensor
 
 import gradlane as gl
@@ -59,12 +54,6 @@ def applied(rule: gl.GramRule, gram: Tensor) -> Arm:
     return work
 
 
-def timed(arm: Arm, rows: Tensor) -> float:
-    begin = time.perf_counter()
-    arm(rows)
-    return time.perf_counter() - begin
-
-
 def measure(ranks: int, numel: int, rounds: int) -> dict[str, float]:
     sets = [torch.randn(ranks, numel // ranks) for _ in range(SETS)]
     into = torch.zeros(ranks, numel // ranks)
@@ -81,13 +70,9 @@ def measure(ranks: int, numel: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__, rounds=5)
     parser.add_argument("--elements", type=int, default=9_400_000)
     parser.add_argument("--ranks", type=int, action="append")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -100,11 +85,7 @@ def main() -> None:
             if name != "copy_s":
                 print(f"{name:32s} {times:8.2f}")
         rows.append({"ranks": ranks, **found})
-    if options.json:
-        where = {"torch": torch.__version__, "gradlane": gl.__version__, "cpu": platform.machine()}
-        told = {"command": " ".join(sys.argv), "kernels": kernels_in_use(), **where,
-                "elements": options.elements, "rounds": options.rounds, "rows": rows}  # fmt: skip
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    write(options, rows, kernels_used=kernels_in_use())
 
 
 if __name__ == "__main__":

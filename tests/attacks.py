@@ -150,13 +150,13 @@ class Case(NamedTuple):
         return trained(arms(self.f)[self.arm], self.world, self.f, self.attack, self.seed)
 
 
-def cases() -> list[Case]:
+def cases(seeds: Sequence[int] = SEEDS) -> list[Case]:
     return [
         Case(world, f, arm, attack, seed)
         for world, f in SETTINGS
         for arm in judged_at(world, f)
         for attack in (None, *ATTACKS)
-        for seed in SEEDS
+        for seed in seeds
     ]
 
 
@@ -173,12 +173,12 @@ def loss_of(
     return statistics.mean(found[clean] - found[attacked] for clean, attacked in pairs)
 
 
-def table(found: Mapping[Case, float], world: int, f: int) -> list[str]:
-    clean = statistics.mean(found[Case(world, f, "mean", None, seed)] for seed in SEEDS)
+def table(found: Mapping[Case, float], world: int, f: int, seeds: Sequence[int] = SEEDS) -> list[str]:
+    clean = statistics.mean(found[Case(world, f, "mean", None, seed)] for seed in seeds)
     lines = [f"| n = {world}, f = {f}; clean {clean:.1f} % | nobody | " + " | ".join(ATTACKS) + " |"]
     lines.append("|---" * (len(ATTACKS) + 2) + "|")
     for arm in judged_at(world, f):
-        losses = [loss_of(found, world, f, arm, attack) for attack in (None, *ATTACKS)]
+        losses = [loss_of(found, world, f, arm, attack, seeds) for attack in (None, *ATTACKS)]
         lines.append(f"| {arm} | " + " | ".join(f"{loss:.1f}" for loss in losses) + " |")
     return lines
 
@@ -189,7 +189,9 @@ def main() -> None:
     )
     parser.add_argument("results", type=Path, help="a file of JSON lines; what it lacks is run and added")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then; go on with the same command")
+    parser.add_argument("--first-seed", type=int, default=SEEDS[0], help="of three")
     options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + len(SEEDS))
     torch.set_num_threads(1)
     found: dict[Case, float] = {}
     if options.results.exists():
@@ -197,16 +199,16 @@ def main() -> None:
         found = {Case(**{name: row[name] for name in Case._fields}): row["accuracy"] for row in rows}
     end = time.monotonic() + 60 * options.minutes
     with options.results.open("a") as file:
-        for case in cases():
+        for case in cases(seeds):
             if case not in found and time.monotonic() < end:
                 found[case] = case.run()
                 file.write(json.dumps({**case._asdict(), "accuracy": round(found[case], 3)}) + "\n")
                 file.flush()
-    missing = len(set(cases()) - set(found))
+    missing = len(set(cases(seeds)) - set(found))
     if missing:
-        print(f"{missing} of {len(cases())} runs are missing; call it again")
+        print(f"{missing} of {len(cases(seeds))} runs are missing; call it again")
     else:
-        print(*("\n".join(table(found, *setting)) + "\n" for setting in SETTINGS), sep="\n")
+        print(*("\n".join(table(found, *setting, seeds)) + "\n" for setting in SETTINGS), sep="\n")
 
 
 if __name__ == "__main__":

@@ -127,6 +127,11 @@ def test_dgc_is_the_paper_step_by_step():
         (lambda: gl.ErrorFeedback(gl.TopK()), gl.WrongType, r"TopK is a codec; write ErrorFeedback\(Sharded"),
         (lambda: gl.ErrorFeedback(gl.Mean(), torch.float16), gl.InvalidValue, "use float32 or bfloat16"),
         (lambda: gl.ErrorFeedback21(3), gl.WrongType, "wraps a strategy, got int"),
+        (
+            lambda: gl.ErrorFeedback(gl.Cast(gl.WorkerMomentum(gl.Mean()), torch.bfloat16)),
+            gl.InvalidValue,
+            r"put it inside: WorkerMomentum\(ErrorFeedback\(...\)\)",
+        ),
         (lambda: gl.DGC(momentum=1.0), gl.InvalidValue, "momentum=1.0; use a number from 0 to below 1"),
         (lambda: gl.DGC(ratio=0), gl.InvalidValue, "ratio=0"),
         (lambda: gl.DGC(clip=0.0), gl.InvalidValue, "clip=0.0"),

@@ -40,8 +40,10 @@ class MultiKrum(GramRule):
     """The mean of the ``m`` gradients (n - f, unless said otherwise) whose n - f - 1 nearest others are
     nearest.
 
-    Blanchard et al., 2017, with the neighbours of Allouah et al., 2023 ("Fixing by mixing"), who prove it
-    robust for any minority: needs n > 2 f, and m <= n - f. Breakdown point 1/2.
+    After Blanchard et al., 2017, who count n - f - 2 neighbours. With one more, each of f wrong gradients
+    has a right one among its neighbours when n > 2 f: far from all right ones it is never among the n - f
+    nearest, so the breakdown point is 1/2. Needs n > 2 f and m <= n - f. How near to the mean of the right
+    ones it stays is another question; see Bareilles et al., 2026, "Byzantine machine learning: MultiKrum".
     """
 
     f: int

@@ -13,6 +13,7 @@ from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from .momentum import WorkerMomentum
 from .private import refuse_private_inside
 from .weighted import WeightedMean
 
@@ -109,4 +110,9 @@ def _check_inner(inner: object, name: str) -> None:
         raise InvalidValue(
             f"{name} outside of WeightedMean would weigh what is owed by a later step's weights; put it "
             f"inside: WeightedMean(weight, {name}(...))"
+        )
+    if any(isinstance(part, WorkerMomentum) for part in parts(inner)):
+        raise InvalidValue(
+            f"{name} outside of WorkerMomentum would take what the momentum holds back for a loss; put it "
+            f"inside: WorkerMomentum({name}(...))"
         )
