@@ -32,6 +32,7 @@ from .end import shutdown
 from .errors import (
     GradlaneError,
     InvalidValue,
+    NonFinite,
     PeerFailed,
     PeerLost,
     RanksDisagree,
@@ -95,6 +96,7 @@ __all__ = [
     "MultiKrum",
     "Natural",
     "NearMedian",
+    "NonFinite",
     "Noop",
     "Payload",
     "PeerFailed",

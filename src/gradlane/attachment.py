@@ -14,8 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ._version import __version__
 from .core.strategy import Strategy, parts
 from .errors import InvalidValue, WrongState, WrongType
+from .lane.drift import DriftCheck
 from .lane.feed import Feed
+from .lane.guard import Guard, Policy
 from .lane.open import open_lane, refuse_differences
+from .lane.optimizers import Withheld
+from .lane.scaled import Scaler, checked_scaler
 from .log import log
 from .report.ledger import Ledger
 from .report.sink import Observer, Run, observers_of
@@ -37,6 +41,9 @@ class Attachment:
         observer: Observer | Iterable[Observer] | None,
         timeout: float,
         ranks_per_node: int | None,
+        nonfinite: Policy,
+        scaler: Scaler | None,
+        verify_every: int | None,
     ) -> None:
         self.strategy = strategy
         self._ledger = Ledger(observers_of(observer))
@@ -49,7 +56,13 @@ class Attachment:
                 group,
                 ddp.device,
                 self._ledger,
-                {"version": __version__, "strategy": describe(strategy, shared_only=True), "observer": ready},
+                {
+                    "version": __version__,
+                    "strategy": describe(strategy, shared_only=True),
+                    "nonfinite": nonfinite,
+                    "verify_every": verify_every,
+                    "observer": ready,
+                },
                 parameters=_parameter_lines(ddp),
                 timeout=timeout,
                 ranks_per_node=ranks_per_node,
@@ -60,6 +73,7 @@ class Attachment:
         self._swaps = 0
         self._closed = False
         self.on_close: Callable[[], None] = _nothing
+        self._withheld = Withheld(ddp.module.parameters())
         self._feed = Feed(
             opened.lane,
             self._ledger,
@@ -67,7 +81,14 @@ class Attachment:
             sizes=opened.sizes,
             name_of=self._name_of,
             count_active=lambda: _counts_active(model()),
+            guard=Guard(nonfinite, opened.lane.check, self._withheld),
         )
+        self._feed.scaler = scaler
+        if verify_every is not None:
+            self._feed.drift = DriftCheck(
+                verify_every, opened.lane, opened.rank, opened.sizes["world"],
+                weights=lambda: _alike(model()), state=dict,
+            )  # fmt: skip
         _open.add(self)
         log.info("attached %s to %d ranks", describe(strategy), opened.sizes["world"])
 
@@ -75,6 +96,21 @@ class Attachment:
     def step(self) -> int:
         """The step that the next backward will be; counts backwards with synchronisation only."""
         return self._feed.step
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped; its gradients are not finite, and torch's optimizers get none.
+        For optimizers that are not torch's."""
+        return self._feed.guard.skipped
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """What knows the scale of the loss; set it if the scaler is made after ``attach``."""
+        return self._feed.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Scaler | None) -> None:
+        self._feed.scaler = checked_scaler(scaler)
 
     def swap(self, strategy: Strategy | str) -> None:
         """Go on with another strategy from the next step on.
@@ -100,6 +136,7 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
+        self._feed.settle()
         return {
             "format": FORMAT,
             "step": self.step,
@@ -138,6 +175,7 @@ class Attachment:
         self.on_close()
         self.on_close = _nothing
         self._feed.lane.close()
+        self._withheld.close()
         self._ledger.close()
         _open.discard(self)
 
@@ -199,6 +237,14 @@ def _counts_active(ddp: DistributedDataParallel | None) -> bool:
     if ddp is None or not ddp._join_config.enable:
         return False
     return not getattr(ddp, "_divide_by_initial_world_size", True)
+
+
+def _alike(ddp: DistributedDataParallel | None) -> dict[str, Tensor]:
+    """What DDP keeps the same on all ranks; buffers may differ on purpose."""
+    if ddp is None:
+        return {}
+    ignored = ddp.parameters_to_ignore
+    return {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
 
 
 def _warn_of_unmatched(strategy: Strategy, names: tuple[str, ...]) -> None:

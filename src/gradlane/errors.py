@@ -27,6 +27,10 @@ class RanksDisagree(GradlaneError, RuntimeError):
     """Ranks differ in something that must agree, or ask for different collectives."""
 
 
+class NonFinite(GradlaneError, ArithmeticError):
+    """A mean gradient has NaN or infinity in it; raised on all ranks, memory as before the step."""
+
+
 class PeerFailed(GradlaneError, RuntimeError):
     """Another rank raised in this step; ``rank`` is the one that did."""
 

@@ -15,12 +15,18 @@ from .strategy import Reduced, Strategy
 
 T = TypeVar("T")
 NoteTaker = Callable[[Bucket, Note], None]
+Look = Callable[[Bucket, Tensor], None]
+
+
+def _nobody_looks(bucket: Bucket, mean: Tensor) -> None: ...
 
 
 class Running:
     """Drives ``strategy.reduce(bucket)`` from request to request; says where it is when asked."""
 
-    def __init__(self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker) -> None:
+    def __init__(
+        self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker, look: Look = _nobody_looks
+    ) -> None:
         self.strategy = strategy
         self.bucket = bucket
         self.request: Request | None = None
@@ -28,6 +34,7 @@ class Running:
         self.phase = -1
         self.reduced: Reduced | None = None
         self._take_note = take_note
+        self._look = look  # at the answer
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     def resume(self, answer: object = None) -> Request | None:
@@ -43,6 +50,7 @@ class Running:
                 asked = self._coroutine.send(answer)
             except StopIteration as end:
                 self.reduced = _checked(end.value, self.bucket, self.strategy)
+                self._look(self.bucket, self.reduced.mean)
                 return None
             if isinstance(asked, Request):
                 self.request = asked

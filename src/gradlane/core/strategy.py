@@ -20,6 +20,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Undoable(Protocol):
+    """A state that can go back to before the step under way, once ``undoable`` is set. Large states keep two
+    buffers; a ``Memory`` does."""
+
+    undoable: bool
+
+    def keep(self) -> None: ...
+    def undo(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
     """What a strategy answers."""
@@ -92,3 +103,12 @@ def parts(strategy: Strategy) -> Iterator[Strategy]:
     for _, field in stateful_fields(strategy):
         if isinstance(field, Strategy):
             yield from parts(field)
+
+
+def leaves(strategy: Strategy) -> Iterator[Stateful]:
+    """The states themselves: every field with a ``state_dict`` that is no strategy, at any depth."""
+    for _, field in stateful_fields(strategy):
+        if isinstance(field, Strategy):
+            yield from leaves(field)
+        else:
+            yield field

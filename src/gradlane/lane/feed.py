@@ -17,10 +17,13 @@ from ..core.events import StepTimes, wire_bytes
 from ..core.running import intercept
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
-from ..errors import WrongState
+from ..errors import NonFinite, WrongState
 from .backward import current_backward, settle_after_backward
 from .base import Lane, same
 from .book import Book
+from .drift import DriftCheck
+from .guard import Guard
+from .scaled import Scaler, unscaled
 
 NameOf = Callable[[int, int, Tensor], str]
 
@@ -37,8 +40,12 @@ class Feed:
         sizes: Mapping[str, int],
         name_of: NameOf,
         count_active: Callable[[], bool] = lambda: False,
+        guard: Guard | None = None,
     ) -> None:
         self.lane = lane
+        self.guard = guard or Guard("propagate", lane.check)
+        self.scaler: Scaler | None = None
+        self.drift: DriftCheck | None = None
         self.book = book
         self.step = 0
         self.in_step = False
@@ -58,12 +65,17 @@ class Feed:
         backward = current_backward()
         active = backward is not None
         bucket = self._bucket(given, joined=not active)
+        if bucket.index == 0:
+            self.settle()
+            self.guard.begin(strategy, bucket.step)
+        self.guard.look_at_own(bucket)
         if active and backward != self._settled:
             # Once for each backward; a checkpointed module runs parts of it in one of their own.
             settle_after_backward(self.lane, lambda: not self.in_step, self._step_ended)
             self._settled = backward
         self.in_step = not bucket.is_last
         self.step += bucket.is_last
+        strategy = unscaled(strategy, self.scaler)
         if self._count_active():
             strategy = _MeanOfActive(strategy)
         raw = bucket.flat.numel() * bucket.flat.element_size()
@@ -76,8 +88,28 @@ class Feed:
             loud=not active,  # outside of backward DDP waits for the future and shows its error
         )
 
-    def _step_ended(self, computed: float, ended: float) -> None:
+    def settle(self) -> None:
+        """Be done with a step that no backward has ended: a joined rank's, or one that was given up."""
+        self.lane.drain()
+        failed = self.lane.take_failure() is not None  # who waited for the futures has been told
+        if (trouble := self._counted(failed or self.in_step)) is not None:
+            raise trouble
+
+    def _counted(self, failed: bool) -> NonFinite | None:
+        if not self.guard.open:
+            return None
+        trouble = self.guard.ended(failed=failed)
+        if self.guard.skipped:
+            self.book.skipped()
+        return trouble
+
+    def _step_ended(self, computed: float, ended: float) -> BaseException | None:
+        failure = self.lane.take_failure()
+        trouble = self._counted(failure is not None)
         self.book.step_ended(StepTimes(self.step - 1, self._ready, computed, ended))
+        if failure is None and self.drift is not None and self.drift.due(self.step - 1):
+            failure = self.drift.trouble(self.step - 1)
+        return failure or trouble
 
     def go_to(self, step: int) -> None:
         """Number the next step anew, as a resumed run does."""

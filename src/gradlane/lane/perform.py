@@ -74,12 +74,13 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     )
 
 
-def commit(group: Any, step: int) -> tuple[int, int]:
-    """The first and the last step any rank is in; returns only when all ranks came this far."""
-    bounds = torch.tensor([step, -step])
+def commit(group: Any, step: int, flag: bool) -> tuple[int, int, bool]:
+    """The first and the last step any rank is in, and whether any rank has raised its flag; returns only
+    when all ranks came this far."""
+    bounds = torch.tensor([step, -step, flag])
     _reduce(group, bounds, "max").wait()
-    last, first = bounds.tolist()
-    return -first, last
+    last, first, flagged = bounds.tolist()
+    return -first, last, bool(flagged)
 
 
 def perform_on_stream(group: Any, request: Request, divisor: int) -> object:

@@ -22,6 +22,7 @@ from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
 from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
+from .finite import FiniteCheck
 from .issued import Issued, Job
 from .peers import Peers, Turn
 from .perform import commit, issue
@@ -49,6 +50,7 @@ class ThreadLane:
     """
 
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
+        self.check = FiniteCheck()
         self._peers = peers
         self._listener = listener
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -75,7 +77,7 @@ class ThreadLane:
     ) -> Future[Tensor]:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
-        job = Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
+        job = Job(Running(strategy, bucket, self._listener.noted, self.check.look), Future(), finish, loud)
         with self._lock:
             self._waiting += 1
             self._idle.clear()
@@ -232,12 +234,14 @@ class ThreadLane:
         """A step counts only when every rank has come to its end.
 
         Without this a rank that fails after its last collective would be alone: the others would
-        have taken the step already. One message of 16 bytes per step; none if nothing was sent.
+        have taken the step already. One message of 24 bytes per step; none if nothing was sent.
         """
         if step not in self._exchanged or self._peers.world == 1:
+            self.check.agreed = self.check.seen
             return
         try:
-            first, last = commit(self._group("world", "later", step), step)
+            group = self._group("world", "later", step)
+            first, last, self.check.agreed = commit(group, step, self.check.seen)
         except RuntimeError as error:
             raise ConnectionBroke from error
         self._exchanged.discard(step)

@@ -97,13 +97,9 @@ def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:
 
     A row without content becomes a direction of its own, so that what begins with zeros can grow.
     """
-    kept = memory.get(matrix.name)
-    if kept is None or kept.shape != factor.shape:
-        kept = factor.clone()
-        memory.put(matrix.name, kept)
-    else:
-        kept.copy_(factor)
+    kept = memory.blank(matrix.name, factor).copy_(factor)
     orthonormalise(kept)
+    memory.put(matrix.name, kept)
 
 
 def finite(tensor: Tensor) -> bool:
