@@ -32,6 +32,7 @@ from .end import shutdown
 from .errors import (
     GradlaneError,
     InvalidValue,
+    NotSaved,
     PeerFailed,
     PeerLost,
     RanksDisagree,
@@ -96,6 +97,7 @@ __all__ = [
     "Natural",
     "NearMedian",
     "Noop",
+    "NotSaved",
     "Payload",
     "PeerFailed",
     "PeerLost",
