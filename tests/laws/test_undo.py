@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from gradlane.core.strategy import Undoable, leaves
+from gradlane.core.strategy import Undoable, named_states
 
 from ..catalogue import STRATEGIES
 from .test_laws import SHAPES, everyone, gradients, simulation
@@ -18,7 +18,12 @@ HIDE = ("function", "vote", "route", "raw gathered median", "median sharded", "r
 
 
 def undoable(ranks):
-    return [s for strategy in ranks.strategies for s in leaves(strategy) if isinstance(s, Undoable)]
+    return [
+        leaf.state
+        for one in ranks.strategies
+        for leaf in named_states(one)
+        if isinstance(leaf.state, Undoable)
+    ]
 
 
 def states(ranks):

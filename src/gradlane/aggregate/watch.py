@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.across import Shared
 from ..errors import InvalidValue
 from ..log import log
 from .mean import mean
@@ -21,7 +22,7 @@ FEWEST = 3  # of two nobody can say which is the outlier
 
 
 @dataclass
-class Watch:
+class Watch(Shared):
     """Warns of a rank that has been an outlier for ``patience`` steps in a row, and when it is back.
 
     An outlier has a median distance to the others of more than ``factor`` times what is usual among all, or
@@ -95,6 +96,10 @@ class Watch:
         if self._broken:
             saved["broken"] = torch.tensor(sorted(self._broken))
         return saved
+
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """Nothing: other ranks have these numbers now."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._forget()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .across import Fitting, Slots, misfit, sorted_out, summed
 from .bucket import Bucket, Slot
 
 Layout = tuple[Slot, ...]
@@ -21,12 +22,16 @@ class Memory:
     buckets after the first step, so a flat memory follows its parameters into a new layout by name,
     never by position. ``get`` and ``put`` keep one tensor of any shape per name.
 
+    ``shared`` says that all ranks have the same in it, bit for bit. Otherwise it is a rank's own part of a
+    sum over the ranks, which a change of their number keeps as it is.
+
     An ``undoable`` memory has two buffers for everything: a step writes to the one, and what was before
     it stays in the other until ``keep`` or ``undo`` says which of them counts.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, *, shared: bool = False) -> None:
         self.dtype = dtype
+        self.shared = shared
         self.undoable = False
         self._flats: dict[Layout, Tensor] = {}
         self._homes: dict[str, Layout] = {}
@@ -147,6 +152,27 @@ class Memory:
         for kept in (self._flats, self._homes, self._other, self._written, self._replaced, self._blank):
             kept.clear()
         self._single = {name: tensor.clone() for name, tensor in state.items()}
+
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """What is in it with another number of ranks, of what each of the old ones saved."""
+        return dict(saved[0]) if self.shared else dict(summed(saved, rank, world))
+
+    def fitting(self, state: Mapping[str, Any], slots: Slots) -> Fitting:
+        """What of a saved state belongs to these parameters, and why the rest does not."""
+        return sorted_out(
+            state, ((name, misfit(t) or self._misfit(name, t, slots)) for name, t in state.items())
+        )
+
+    def _misfit(self, name: str, tensor: Tensor, slots: Slots) -> str | None:
+        slot = slots.get(name)
+        if slot is None:
+            return "is no parameter of this model"
+        if tensor.shape != slot.shape:
+            return f"has shape {list(tensor.shape)}, the parameter has {list(slot.shape)}"
+        width = self._width(slot.dtype)
+        if self.dtype is not None and tensor.dtype != width:
+            return f"is of {tensor.dtype}, this memory is of {width}"
+        return None
 
     def __repr__(self) -> str:
         count = len(self._single) + len(self._homes)

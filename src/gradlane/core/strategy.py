@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .across import OneField, carried
 from .bucket import Bucket
 
 
@@ -26,6 +27,8 @@ class Undoable(Protocol):
     buffers; a ``Memory`` does."""
 
     undoable: bool
+    shared: bool
+    """All ranks have the same in it."""
 
     def keep(self) -> None: ...
     def undo(self) -> None: ...
@@ -73,6 +76,18 @@ class Strategy(ABC):
         for name, field in fields.items():
             field.load_state_dict(state.get(name, {}))
 
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
+
+        Each field decides for itself (see across.py); a strategy whose fields depend on each other may
+        have to say more.
+        """
+        found = (
+            (name, carried(field, f"{type(self).__name__}.{name}", OneField(saved, name), rank, world))
+            for name, field in stateful_fields(self)
+        )
+        return {name: state for name, state in found if state}
+
 
 def options(strategy: object) -> Iterator[tuple[dataclasses.Field[Any] | None, str, Any]]:
     """The fields of a strategy as (dataclass field or None, name, value), state included."""
@@ -105,10 +120,26 @@ def parts(strategy: Strategy) -> Iterator[Strategy]:
             yield from parts(field)
 
 
-def leaves(strategy: Strategy) -> Iterator[Stateful]:
-    """The states themselves: every field with a ``state_dict`` that is no strategy, at any depth."""
-    for _, field in stateful_fields(strategy):
+class Leaf(NamedTuple):
+    """A state inside a strategy, at any depth: where, whose (``ErrorFeedback.memory``), and itself."""
+
+    path: tuple[str, ...]
+    owner: str
+    state: Stateful
+
+
+def named_states(strategy: Strategy, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    for name, field in stateful_fields(strategy):
         if isinstance(field, Strategy):
-            yield from leaves(field)
+            yield from named_states(field, (*path, name))
         else:
-            yield field
+            yield Leaf((*path, name), f"{type(strategy).__name__}.{name}", field)
+
+
+def shared_state(strategy: Strategy) -> dict[tuple[str, ...], dict[str, Any]]:
+    """By path: the state that all ranks have alike, bit for bit, unless something went wrong."""
+    return {
+        leaf.path: leaf.state.state_dict()
+        for leaf in named_states(strategy)
+        if getattr(leaf.state, "shared", False)
+    }

@@ -46,7 +46,7 @@ class DriftCheck:
     rank: int
     world: int
     weights: Callable[[], Mapping[str, Tensor]]
-    state: Callable[[], Mapping[str, Any]]
+    state: Callable[[], Mapping[Any, Any]]
     """What the strategy keeps alike on all ranks."""
 
     def due(self, step: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from ..core.bucket import Bucket
-from ..core.strategy import Strategy, Undoable, leaves
+from ..core.strategy import Strategy, Undoable, named_states
 from ..errors import InvalidValue, NonFinite
 from ..log import log
 from .finite import FiniteCheck, names_not_finite
@@ -51,9 +51,10 @@ class Guard:
         self.skipped = False
         self._withhold(False)
         self._check.begin()
-        self._states = [state for state in leaves(strategy) if isinstance(state, Undoable)]
+        self._states = [leaf.state for leaf in named_states(strategy) if isinstance(leaf.state, Undoable)]
         for state in self._states:
-            state.undoable = self._policy != "propagate"
+            # What all ranks must have alike has to be undone in any case: a step may fail between ranks.
+            state.undoable = self._policy != "propagate" or state.shared
 
     def look_at_own(self, bucket: Bucket) -> None:
         """The answer tells which parameter is not finite, not which rank: after a skip each rank looks."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.bucket import Bucket
-from ..core.strategy import Reduced, Strategy, leaves
+from ..core.strategy import Reduced, Strategy, named_states
 from ..errors import WrongType
 
 
@@ -27,7 +27,7 @@ def checked_scaler(given: Scaler | None) -> Scaler | None:
 def unscaled(strategy: Strategy, scaler: Scaler | None) -> Strategy:
     """A scale moves between steps, so memory in scaled units would be wrong by the ratio. Strategies that
     remember nothing stay as they are: the scale keeps small gradients from vanishing in fp16."""
-    if scaler is None or next(leaves(strategy), None) is None:
+    if scaler is None or next(named_states(strategy), None) is None:
         return strategy
     scale = float(scaler.get_scale())
     return strategy if scale == 1.0 else _Unscaled(strategy, scale)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.across import Shared
 from ..errors import InvalidValue
 
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 80, 128, 256, 512, 1024)
@@ -60,7 +61,7 @@ def renyi(noise: float, sampling: float, order: float) -> float:
     return (max(0.0, log_mean) + ONE_STEP) / (order - 1)
 
 
-class Spent:
+class Spent(Shared):
     """The ledger of one mechanism: how often it ran. Numbers only in a checkpoint."""
 
     def __init__(self, noise: float, sampling: float) -> None:

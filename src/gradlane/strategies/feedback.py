@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +77,7 @@ class ErrorFeedback21(Strategy):
     def __post_init__(self) -> None:
         _check_inner(self.inner, "ErrorFeedback21")
         self.own = self.own or Memory(torch.float32)
-        self.mean = self.mean or Memory(torch.float32)
+        self.mean = self.mean or Memory(torch.float32, shared=True)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.own is not None
@@ -87,6 +89,11 @@ class ErrorFeedback21(Strategy):
         own.add_(whole if reduced.sent is None else reduced.sent())
         mean.add_(reduced.mean)
         return Reduced(bucket.flat.copy_(mean))
+
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""
+        state = super().carried(saved, rank, world)
+        return {**state, "own": state["mean"]} if "mean" in state else state
 
 
 def squared_norm(owed: Tensor, step: int) -> Tensor:

@@ -14,7 +14,16 @@ from ...core.memory import Memory
 from ...core.strategy import Reduced, Strategy
 from ...kernels.products import expand, project_columns, project_rows
 from .cut import Matrix, Rank, View, check_common, cut
-from .factors import finite, keep_factor, kept_factor, message_for, message_in, narrowed_back, widened
+from .factors import (
+    FactorMemory,
+    finite,
+    keep_factor,
+    kept_factor,
+    message_for,
+    message_in,
+    narrowed_back,
+    widened,
+)
 
 
 @dataclass
@@ -40,8 +49,8 @@ class AcpSGD(Strategy):
 
     def __post_init__(self) -> None:
         check_common("AcpSGD", self.rank, self.min_compression_rate, self.view)
-        self.left = self.left or Memory()
-        self.right = self.right or Memory()
+        self.left = self.left or FactorMemory()
+        self.right = self.right or FactorMemory()
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.left is not None

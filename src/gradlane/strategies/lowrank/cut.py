@@ -16,6 +16,7 @@ from ...errors import InvalidValue, WrongType
 Rank = int | Mapping[str, int] | Callable[[str, torch.Size], int]
 View = Literal["tensor", "bucket"]
 VIEWS = ("tensor", "bucket")
+WHOLE_BUCKET = "bucket "  # begins the name of a matrix that is one
 
 
 class Matrix(NamedTuple):
@@ -79,7 +80,7 @@ def matrices_of(bucket: Bucket, view: View) -> list[Shaped]:
     if view == "bucket":
         numel = bucket.flat.numel()
         side = math.isqrt(numel)
-        name = f"bucket {layout_digest(bucket.layout)}"
+        name = WHOLE_BUCKET + layout_digest(bucket.layout)
         return [Shaped(name, torch.Size([numel]), 0, side, numel // side)] if side else []
     found, start = [], 0
     for name, shape in bucket.layout:

@@ -9,13 +9,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.across import Slots
 from ...core.bucket import Bucket
 from ...core.memory import Memory
 from ...errors import WrongType
 from ...kernels.products import orthonormalise
-from .cut import Cut, Matrix, slot_of
+from .cut import WHOLE_BUCKET, Cut, Matrix, slot_of
 
 SALT = 0x10F4  # of the first factors
+
+
+class FactorMemory(Memory):
+    """Factors by matrix, rank x rows or rank x columns: the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(shared=True)
+
+    def _misfit(self, name: str, tensor: Tensor, slots: Slots) -> str | None:
+        if tensor.dim() != 2:
+            return f"has {tensor.dim()} dimensions; a factor has two"
+        if name.startswith(WHOLE_BUCKET):
+            return None
+        slot = slots.get(name)
+        if slot is None:
+            return "is no parameter of this model"
+        if len(slot.shape) < 2 or tensor.shape[1] not in (slot.shape[0], slot.shape[1:].numel()):
+            return f"has shape {list(tensor.shape)}, which is no factor of a {list(slot.shape)} gradient"
+        return None
 
 
 class Message(NamedTuple):

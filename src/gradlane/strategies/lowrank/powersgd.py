@@ -17,6 +17,7 @@ from ...errors import InvalidValue
 from ...kernels.products import expand, orthonormalise, project_columns, project_rows
 from .cut import Cut, Rank, View, check_common, cut
 from .factors import (
+    FactorMemory,
     Message,
     finite,
     keep_factor,
@@ -80,7 +81,7 @@ class PowerSGD(Strategy):
             raise InvalidValue(f"PowerSGD owes={self.owes!r}; use 'own', or 'mean' as torch does")
         if self.every < 1:
             raise InvalidValue(f"PowerSGD every={self.every}; use 1 step or more")
-        self.factors = self.factors or Memory()
+        self.factors = self.factors or FactorMemory()
         if self.budget is not None:
             if not 0 < self.budget < 1:
                 raise InvalidValue(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.across import Shared
 from ...core.bucket import Bucket
 from ...errors import InvalidValue
 from ...kernels.products import row_squares
@@ -21,7 +22,7 @@ NEWEST = 0.3  # weight of the newest look in their average
 KEPT = ("decided", "step", "numel", "dense", "cost", "most", "rank", "energy")
 
 
-class RankPlan:
+class RankPlan(Shared):
     """Ranks within ``share`` of the elements, decided anew every ``every`` steps without a message more.
 
     P is orthonormal and all ranks know Q, so the square of row k of Q is the energy that rank k carried,
@@ -33,6 +34,8 @@ class RankPlan:
     matrices have one rank, as far as the buckets that have come by then allow; a dense bucket that comes
     last may go beyond the share in the very first step, and never again.
     """
+
+    shared = True  # all ranks see the same figures, and decide alike
 
     def __init__(self, share: float, every: int) -> None:
         self.share, self.every = share, every
