@@ -43,7 +43,8 @@ class MultiKrum(GramRule):
     After Blanchard et al., 2017, who count n - f - 2 neighbours. With one more, each of f wrong gradients
     has a right one among its neighbours when n > 2 f: far from all right ones it is never among the n - f
     nearest, so the breakdown point is 1/2. Needs n > 2 f and m <= n - f. How near to the mean of the right
-    ones it stays is another question; see Bareilles et al., 2026, "Byzantine machine learning: MultiKrum".
+    ones it stays is another question; see Bareilles et al., 2026, "Byzantine machine learning: MultiKrum and
+    an optimal notion of robustness".
     """
 
     f: int
