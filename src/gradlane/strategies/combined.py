@@ -77,9 +77,8 @@ class Combined(Strategy):
             return self._judged[1], False
         figures = seen.cpu()
         verdict = alone(figures) if bucket.world == 1 else judged(self.rule, figures, bucket.step)
-        if verdict.heard:
-            self.watch.name_broken(bucket.step, verdict.broken, bucket.rank)
-        self.watch.add(bucket.step, figures, bucket.rank)
+        blamed = verdict.broken if verdict.heard else ()  # if all overflow nobody is wrong
+        self.watch.add(bucket.step, figures, blamed, bucket.rank)
         self._judged = (seen, verdict)
         return verdict, True
 
