@@ -12,6 +12,10 @@ from ..reference.powersgd import PlainAcpSGD, PlainPowerSGD
 KINDS = (gl.PowerSGD, gl.AcpSGD)
 
 
+def iterated(rank):
+    return gl.PowerSGD(rank, iterations=3)
+
+
 def noise(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
@@ -181,7 +185,16 @@ def test_one_bad_step_is_seen_and_leaves_no_trace(kind, bad):
         assert all(value.isfinite().all() for value in answers[1].values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-25, 1.0, 1e25, 1e37])
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_how_large_a_gradient_is_does_not_matter(iterations, scale):
+    low = noise(40, 2, dtype=torch.float32) @ noise(2, 60, seed=1, dtype=torch.float32)
+    low *= scale / low.abs().max()
+    answer = gl.Simulation(gl.PowerSGD(2, iterations=iterations), world=2).step([{"w": low}] * 2)[0]["w"]
+    assert (answer.double() - low.double()).norm() < 1e-5 * low.double().norm()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, iterated])
 @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-25, 1e18, 1e37])
 def test_zero_denormal_and_huge_gradients_leave_it_able_to_learn(kind, scale):
     ranks = gl.Simulation(gl.ErrorFeedback(kind(2)), world=2)
@@ -253,7 +266,13 @@ def test_a_resnet18_sends_what_the_paper_prints(rank, elements, rate):
         (lambda: gl.PowerSGD({"a": -1}), gl.InvalidValue, r"rank\['a'\]=-1"),
         (lambda: gl.PowerSGD({1: 1}), gl.WrongType, "has the key 1"),
         (lambda: gl.PowerSGD(min_compression_rate=-2), gl.InvalidValue, "min_compression_rate=-2"),
-        (lambda: gl.PowerSGD(iterations=0), gl.InvalidValue, "iterations=0; use 1 or more"),
+        (lambda: gl.PowerSGD(iterations=0), gl.InvalidValue, "iterations=0; use a whole number from 1 up"),
+        (lambda: gl.PowerSGD(iterations=1.5), gl.InvalidValue, r"iterations=1\.5; use a whole number"),
+        (lambda: gl.PowerSGD(every=2.5), gl.InvalidValue, r"every=2\.5; use a whole number"),
+        (lambda: gl.PowerSGD(seed="x"), gl.InvalidValue, "PowerSGD seed='x'; use a whole number from 0 up"),
+        (lambda: gl.AcpSGD(seed=1.5), gl.InvalidValue, r"AcpSGD seed=1\.5"),
+        (lambda: gl.PowerSGD(min_compression_rate="2"), gl.InvalidValue, "min_compression_rate='2'; use a n"),
+        (lambda: gl.PowerSGD(budget="0.1"), gl.InvalidValue, "budget='0.1'; use a share"),
         (lambda: gl.PowerSGD(view="square"), gl.InvalidValue, "view='square'; use one of tensor, bucket"),
         (lambda: gl.PowerSGD(owes="all"), gl.InvalidValue, "owes='all'"),
         (lambda: gl.AcpSGD(0), gl.InvalidValue, "AcpSGD rank=0"),

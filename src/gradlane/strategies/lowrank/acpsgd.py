@@ -39,7 +39,7 @@ class AcpSGD(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_common("AcpSGD", self.rank, self.min_compression_rate, self.view)
+        check_common("AcpSGD", self.rank, self.min_compression_rate, self.view, self.seed)
         self.left = self.left or Memory()
         self.right = self.right or Memory()
 

@@ -138,24 +138,29 @@ def check_rank(strategy: str, rank: object) -> None:
         for pattern, r in rank.items():
             if not isinstance(pattern, str):
                 raise WrongType(f"{strategy} rank has the key {pattern!r}; use name patterns such as 'fc*'")
-            _check_number(strategy, f"rank[{pattern!r}]", r, least=0)
+            check_whole(strategy, f"rank[{pattern!r}]", r, least=0)
     elif isinstance(rank, bool) or not (isinstance(rank, int) or callable(rank)):
         raise WrongType(
             f"{strategy} rank={rank!r}; use a whole number, a dict of name patterns to numbers, or a "
             "function of name and shape"
         )
     elif isinstance(rank, int):
-        _check_number(strategy, "rank", rank, least=1)
+        check_whole(strategy, "rank", rank, least=1)
 
 
-def _check_number(strategy: str, what: str, number: object, least: int) -> None:
+def check_whole(strategy: str, what: str, number: object, least: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise InvalidValue(f"{strategy} {what}={number!r}; use a whole number from {least} up")
 
 
-def check_common(strategy: str, rank: object, least_rate: float, view: str) -> None:
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_common(strategy: str, rank: object, least_rate: float, view: str, seed: int) -> None:
     check_rank(strategy, rank)
-    if not 0 <= least_rate < math.inf:
+    check_whole(strategy, "seed", seed, least=0)
+    if not is_number(least_rate) or not 0 <= least_rate < math.inf:
         raise InvalidValue(f"{strategy} min_compression_rate={least_rate!r}; use a number from 0 up")
     if view not in VIEWS:
         raise InvalidValue(f"{strategy} view={view!r}; use one of {', '.join(VIEWS)}")
