@@ -226,6 +226,9 @@ def test_fp16_on_the_wire_is_refused():
         ({"clip": 1.0, "noise": math.nan}, "noise=nan"),
         ({"clip": 1.0, "noise": 1.0, "sampling": 0.0}, "sampling=0.0"),
         ({"clip": 1.0, "noise": 1.0, "sampling": 1.5}, "sampling=1.5"),
+        ({"clip": "1", "noise": 1.0}, "clip='1'; use a norm above 0"),
+        ({"clip": 1.0, "noise": None}, "noise=None; use a multiple of clip"),
+        ({"clip": 1.0, "noise": 1.0, "sampling": "x"}, "sampling='x'; use a probability"),
     ],
 )
 def test_options_out_of_range(options, message):

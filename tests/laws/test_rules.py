@@ -173,7 +173,7 @@ def test_too_few_ranks_are_refused_before_anything_is_sent(rule, world, message)
         (lambda: gl.Sharded(gl.Raw(), gl.Krum(1)), gl.WrongType, r"write Combined\(Krum\(f=1\)\)"),
         (lambda: gl.Gathered(gl.Raw(), gl.AdaSum()), gl.WrongType, r"write Combined\(AdaSum\(\)\)"),
         (lambda: gl.Krum(-1), gl.InvalidValue, "Krum f=-1 is not possible; use 0 or more"),
-        (lambda: gl.TrimmedMean(0.1), gl.WrongType, "trim is a float; give a number of ranks"),
+        (lambda: gl.TrimmedMean(0.1), gl.WrongType, "trim is a float; give a whole number"),
         (lambda: gl.TrimmedMean(True), gl.WrongType, "trim is a bool"),
         (lambda: gl.MultiKrum(1, m=0), gl.InvalidValue, "m=0 is not possible; use 1 or more"),
         (lambda: gl.NNM(1, then=gl.Median), gl.WrongType, r"then=Median is not a rule; write NNM\(1, then="),
@@ -181,6 +181,14 @@ def test_too_few_ranks_are_refused_before_anything_is_sent(rule, world, message)
         (lambda: gl.CenteredClipping(0.0), gl.InvalidValue, "tau=0.0 is not possible"),
         (lambda: gl.CenteredClipping("1"), gl.WrongType, "tau is a str"),
         (lambda: gl.GeometricMedian(smoothing=0), gl.InvalidValue, "smoothing=0 is not possible"),
+        (lambda: gl.GeometricMedian(smoothing="x"), gl.InvalidValue, "smoothing='x' is not possible"),
+        (
+            lambda: gl.GeometricMedian(iterations="3"),
+            gl.WrongType,
+            "iterations is a str; give a whole",
+        ),
+        (lambda: gl.Watch(factor="x"), gl.InvalidValue, "factor='x' would name honest ranks"),
+        (lambda: gl.Watch(patience=1.5), gl.WrongType, "patience is a float; give a whole number"),
         (lambda: gl.Combined(gl.Median), gl.WrongType, "got the class Median"),
         (lambda: gl.Combined(gl.Int8()), gl.WrongType, "cannot be called"),
         (

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.numbers import is_whole
 from ..errors import InvalidValue, WrongType
 
 BLOCK = 8192  # columns of which mixed rows stay in the cache
@@ -75,8 +76,8 @@ class GramRule(Rule):
 def check_count(rule: object, name: str, least: int = 0) -> None:
     """That the option is a whole number, and not below its least value."""
     value = getattr(rule, name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WrongType(f"{_called(rule)} {name} is a {type(value).__name__}; give a number of ranks")
+    if not is_whole(value):
+        raise WrongType(f"{_called(rule)} {name} is a {type(value).__name__}; give a whole number")
     if value < least:
         raise InvalidValue(f"{_called(rule)} {name}={value} is not possible; use {least} or more")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.numbers import is_number
 from ..errors import InvalidValue
 from ..log import log
 from .mean import mean
@@ -38,8 +39,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         check_count(self, "patience", least=1)
-        if not 1 < self.factor < math.inf:
-            raise InvalidValue(f"factor={self.factor} would name honest ranks; use more than 1, 3 say")
+        if not is_number(self.factor) or not 1 < self.factor < math.inf:
+            raise InvalidValue(f"factor={self.factor!r} would name honest ranks; use more than 1, 3 say")
         self._forget()
 
     def _forget(self) -> None:

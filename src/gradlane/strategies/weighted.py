@@ -10,6 +10,7 @@ from torch import Tensor
 from ..aggregate.mean import mean
 from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce
+from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
 from .mean import Mean
@@ -42,8 +43,8 @@ class WeightedMean(Strategy):
 
     def __post_init__(self) -> None:
         self._asked = Asked(self.weight)
-        if self.most is not None and not 0 < self.most <= 1:
-            raise InvalidValue(f"most={self.most}; it is a share of the whole, above 0 and at most 1")
+        if self.most is not None and not (is_number(self.most) and 0 < self.most <= 1):
+            raise InvalidValue(f"most={self.most!r}; it is a share of the whole, above 0 and at most 1")
         _check_inner(self.inner)
 
     async def reduce(self, bucket: Bucket) -> Reduced:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.bucket import Bucket, Slot, layout_digest
+from ...core.numbers import is_number, is_whole
 from ...errors import InvalidValue, WrongType
 
 Rank = int | Mapping[str, int] | Callable[[str, torch.Size], int]
@@ -128,7 +129,7 @@ def rank_of(rank: Rank, name: str, shape: torch.Size) -> int:
     if isinstance(rank, Mapping):
         return next((r for pattern, r in rank.items() if fnmatchcase(name, pattern)), 0)
     found = rank(name, shape)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+    if not is_whole(found) or found < 0:
         raise InvalidValue(f"the rule for ranks gave {found!r} for {name!r}; return a whole number from 0 up")
     return found
 
@@ -139,22 +140,18 @@ def check_rank(strategy: str, rank: object) -> None:
             if not isinstance(pattern, str):
                 raise WrongType(f"{strategy} rank has the key {pattern!r}; use name patterns such as 'fc*'")
             check_whole(strategy, f"rank[{pattern!r}]", r, least=0)
-    elif isinstance(rank, bool) or not (isinstance(rank, int) or callable(rank)):
+    elif not is_whole(rank) and not callable(rank):
         raise WrongType(
             f"{strategy} rank={rank!r}; use a whole number, a dict of name patterns to numbers, or a "
             "function of name and shape"
         )
-    elif isinstance(rank, int):
+    elif is_whole(rank):
         check_whole(strategy, "rank", rank, least=1)
 
 
 def check_whole(strategy: str, what: str, number: object, least: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+    if not is_whole(number) or number < least:
         raise InvalidValue(f"{strategy} {what}={number!r}; use a whole number from {least} up")
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_common(strategy: str, rank: object, least_rate: float, view: str, seed: int) -> None:

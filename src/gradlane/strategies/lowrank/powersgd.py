@@ -12,10 +12,11 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce, note
 from ...core.memory import Memory
+from ...core.numbers import is_number
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
 from ...kernels.products import expand, orthonormalise, project_columns, project_rows
-from .cut import Cut, Rank, View, check_common, check_whole, cut, is_number
+from .cut import Cut, Rank, View, check_common, check_whole, cut
 from .factors import (
     Message,
     finite,
