@@ -229,6 +229,24 @@ def test_a_cast_narrows_gradients_and_not_inner_products():
     torch.testing.assert_close(answer["b"], rows[1, 200:233], rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("bucket_bytes", [None, 16, 8])
+def test_one_rule_for_whole_vectors_sees_all_that_is_routed_to_it(bucket_bytes):
+    """Whatever shares a bucket: several patterns that lead to it are no reason to decide in parts."""
+    rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    same = gl.Combined(gl.Krum(1))
+    route = gl.Route({"a": same, "b": gl.Mean(), "c": same}, otherwise=same)
+    ranks = gl.Simulation(route, world=5, bucket_bytes=bucket_bytes)
+    answer = ranks.step([{name: row[2 * i : 2 * i + 2] for i, name in enumerate("abcd")} for row in rows])[0]
+    judged = rows[:, [0, 1, 4, 5, 6, 7]]
+    found = torch.cat([answer[name] for name in "acd"])
+    assert torch.equal(found, combined_rows(gl.Krum(1), judged))
+    torch.testing.assert_close(answer["b"], rows[:, 2:4].mean(0))
+
+
+def combined_rows(rule, rows):
+    return gl.Simulation(gl.Combined(rule), world=len(rows)).step([{"w": row} for row in rows])[0]["w"]
+
+
 def test_two_rules_for_whole_vectors_do_not_mix():
     route = gl.Route({"a": gl.Combined(gl.Krum(1))}, otherwise=gl.Combined(gl.Krum(1)))
     ranks = gl.Simulation(route, world=5, bucket_bytes=200)
