@@ -11,7 +11,8 @@ from torch import Tensor
 from ..core.numbers import is_number
 from ..errors import InvalidValue, WrongType
 from .distances import Majority
-from .rule import GramRule, Mixture, check_count
+from .mixture import Mixture
+from .rule import GramRule, check_count
 
 SETTLED = 1e-12  # the weights change less than that
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..errors import InvalidValue
 from .distances import squared_distances
 from .middle import NearMedian
-from .rule import GramRule, Mixture, check_at_least, check_count, check_minority
+from .mixture import Mixture
+from .rule import GramRule, check_at_least, check_count, check_minority
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Combined(Strategy):
             if first:
                 await note(**verdict.figures())
             if rows.numel():
-                total[: shards.filled].copy_(verdict.answer(rows))
+                verdict.answer(rows, total[: shards.filled], lambda numel: _room(bucket, numel))
         return shards.reduced(await all_gather(shards.answer(total)))
 
     def _verdict(self, bucket: Bucket, seen: Tensor) -> tuple[Verdict, bool]:
@@ -81,6 +81,10 @@ class Combined(Strategy):
         self.watch.add(bucket.step, figures, blamed, bucket.rank)
         self._judged = (seen, verdict)
         return verdict, True
+
+
+def _room(bucket: Bucket, numel: int) -> Tensor:
+    return bucket.empty("mixed rows", numel, torch.float32)
 
 
 def _figures(bucket: Bucket, rows: Tensor) -> Tensor:

@@ -70,8 +70,7 @@ class AcpSGD(Strategy):
         _expand_all(matrices, message.factors, known, flat, sends_rows)  # 2
         parts.scatter(message.rest, flat)
         if owed is not None:
-            for place in parts.rest:  # it was sent whole
-                owed[place].masked_fill_(flat[place].isfinite(), 0.0)
+            parts.settle_rest(flat, owed)
         for m, factor, fine in zip(matrices, message.factors, whole, strict=True):  # 3
             if fine:
                 keep_factor(sent_in, m, factor)

@@ -53,6 +53,16 @@ class Cut(NamedTuple):
         for place, part in self._runs(run):
             into[place].copy_(part)
 
+    def settle_rest(self, answer: Tensor, owed: Tensor) -> None:
+        """The rest was sent whole and owes nothing, but for what came back as no number."""
+        if answer.device.type == "meta":
+            return
+        for place in self.rest:
+            if answer[place].sum().isfinite():  # the usual case, without a mask of that size
+                owed[place].zero_()
+            else:
+                owed[place].masked_fill_(answer[place].isfinite(), 0.0)
+
     def _runs(self, whole: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start = 0
         for place in self.rest:

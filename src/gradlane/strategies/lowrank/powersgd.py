@@ -194,8 +194,7 @@ class _Step:
             self.owed.sub_(self.flat)
             self.owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
-        for place in self.cut.rest:  # it was sent whole
-            self.owed[place].masked_fill_(self.flat[place].isfinite(), 0.0)
+        self.cut.settle_rest(self.flat, self.owed)
 
     def sent(self) -> Callable[[], Tensor] | None:
         """What the others saw of this rank, for a wrapper that asks."""
