@@ -210,6 +210,22 @@ def test_zero_denormal_and_huge_gradients_leave_it_able_to_learn(kind, scale):
     assert (answer - low).norm() < 0.2 * low.norm()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_is_good_for_gradients_of_another_width(kind):
+    shapes = {"w": (20, 30), "b": (20,)}
+    narrow, wide = (gl.Simulation(gl.ErrorFeedback(kind(2)), world=2) for _ in range(2))
+    narrow.step(given(2, 0, shapes, torch.float32))
+    wide.steps = 1
+    for old, new in zip(narrow.strategies, wide.strategies, strict=True):
+        new.load_state_dict(old.state_dict())
+    for step in (1, 2, 3):
+        mine = given(2, step, shapes, torch.float32)
+        as_before = narrow.step(mine)[0]
+        found = wide.step([{name: value.double() for name, value in own.items()} for own in mine])[0]
+        for name, value in found.items():
+            torch.testing.assert_close(value, as_before[name].double(), rtol=0, atol=1e-4)
+
+
 def test_the_whole_bucket_as_one_matrix():
     shapes = {"w": (30, 10), "b": (30,), "v": (7, 11)}
     ranks = gl.Simulation(gl.ErrorFeedback(gl.PowerSGD(2, view="bucket")), world=2)

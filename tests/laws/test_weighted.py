@@ -155,6 +155,9 @@ def test_feedback_outside_is_refused_with_the_way_out(feedback):
 def test_what_is_no_mean_is_refused():
     with pytest.raises(gl.InvalidValue, match="the Sharded inside it takes another aggregate"):
         gl.WeightedMean(1.0, gl.Cast(gl.Sharded(gl.Raw(), lambda rows: rows[0]), torch.bfloat16))
+    for rule in (gl.Median(), gl.mean):
+        with pytest.raises(gl.InvalidValue, match="Combined inside WeightedMean would leave ranks out"):
+            gl.WeightedMean(1.0, gl.Combined(rule))
     with pytest.raises(gl.InvalidValue, match="multiply the weights"):
         gl.WeightedMean(1.0, gl.WeightedMean(2.0))
     with pytest.raises(gl.WrongType, match="wraps a strategy, got Int8"):

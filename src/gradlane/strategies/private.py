@@ -150,6 +150,11 @@ def refuse_private_inside(name: str, *inner: Strategy) -> None:
         )
 
 
+def refuse_private_in_fp16(inner: Strategy) -> None:
+    if any(isinstance(part, Private) for part in parts(inner)):
+        raise InvalidValue(_FP16)
+
+
 def _check_inner(inner: object) -> None:
     if not isinstance(inner, Strategy):
         got = type(inner).__name__

@@ -13,6 +13,7 @@ from ..core.collectives import all_gather, all_reduce
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from .combined import Combined
 from .mean import Mean
 from .private import refuse_private_inside
 from .shares import ROUNDING, shares
@@ -137,7 +138,12 @@ def _check_inner(inner: object) -> None:
         name = type(part).__name__
         if isinstance(part, WeightedMean):
             raise InvalidValue("WeightedMean inside WeightedMean; multiply the weights, and use one")
-        if any(getattr(part, field, mean) is not mean for field in ("aggregate", "rule")):
+        if isinstance(part, Combined):
+            raise InvalidValue(
+                "Combined inside WeightedMean would leave ranks out, and what they weigh would be missing from "
+                "the sum; write WeightedMean(weight, Sharded(...)), or leave the weights out"
+            )
+        if getattr(part, "aggregate", mean) is not mean:
             raise InvalidValue(
                 f"WeightedMean weighs what a mean adds up, and the {name} inside it takes another aggregate "
                 "of the weighted gradients; use its default, or leave the weights out"
