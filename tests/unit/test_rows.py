@@ -64,9 +64,7 @@ def test_means_of_the_middle(level, ranks):
         before = given.clone()
         for low, high in {(0, ranks), (ranks // 3, ranks - ranks // 3), (ranks - 1, ranks)}:
             exact = given.double().sort(0).values[low:high].mean(0)
-            torch.testing.assert_close(
-                middle(given, low, high).double(), exact, rtol=0, atol=2e-6
-            )
+            torch.testing.assert_close(middle(given, low, high).double(), exact, rtol=0, atol=2e-6)
         assert torch.equal(given, before)
 
 

@@ -198,6 +198,9 @@ class PowerSGDState:
     ) -> torch.futures.Future[Tensor]:
         """What the hooks call; ``wires`` are the widths of wrappers round them, inner ones first."""
         if self._strategy is None:
+            check_options(self._options())  # they may have been set since
+            self._stats.start = self.start_powerSGD_iter
+            self._stats.every = max(1, self.compression_stats_logging_frequency)
             self._form, self._strategy = (view, wires), self._translated(view, wires)
         elif self._form != (view, wires):
             raise WrongState("this PowerSGDState is in use with another hook; make one for each DDP model")
