@@ -262,7 +262,7 @@ def test_a_budget_that_cannot_be_kept_is_told_in_figures():
     ):
         gl.dry_run(gl.PowerSGD(budget=0.1), shapes, world=2)
     assert gl.dry_run(gl.PowerSGD(budget=0.28), shapes, world=2).payload_elements == 140
-    with pytest.raises(gl.InvalidValue, match="allows 8 of 9 elements.*; leave the budget out, or give"):
+    with pytest.raises(gl.InvalidValue, match=r"allows 8 of 9 elements.*; leave the budget out, or give"):
         gl.dry_run(gl.PowerSGD(budget=0.9), {"b": (9,)}, world=2)  # no budget below 1 would do
 
 

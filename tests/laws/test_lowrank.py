@@ -262,6 +262,22 @@ RESNET18 = {
 }  # fmt: skip
 
 
+LSTM = {
+    "encoder": (28_869, 650), **{f"{kind}{n}": (2600, 650) for kind in ("ih", "hh") for n in range(3)},
+    "bias": (28_869,), **{f"bias {kind}{n}": (2600,) for kind in ("ih", "hh") for n in range(3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("bucket_bytes", [None, 25_000_000])
+def test_a_language_model_sends_what_the_paper_prints(rank, bucket_bytes):
+    """The paper's other task; the decoder's weights are the encoder's."""
+    trace = gl.dry_run(gl.PowerSGD(rank), LSTM, world=16, bucket_bytes=bucket_bytes)
+    vectors = 28_869 + 6 * 2600
+    assert trace.payload_elements == vectors + rank * (28_869 + 650 + 6 * (2600 + 650))
+    assert round(trace.raw_bytes / trace.payload_bytes) == {1: 310, 2: 203, 4: 120}[rank]
+
+
 @pytest.mark.parametrize(("rank", "elements", "rate"), [(1, 45_935, 243), (2, 82_260, 136), (4, 154_910, 72)])
 def test_a_resnet18_sends_what_the_paper_prints(rank, elements, rate):
     assert sum(math.prod(shape) for shape in RESNET18.values()) == 11_173_962

@@ -140,8 +140,8 @@ def _check_inner(inner: object) -> None:
             raise InvalidValue("WeightedMean inside WeightedMean; multiply the weights, and use one")
         if isinstance(part, Combined):
             raise InvalidValue(
-                "Combined inside WeightedMean would leave ranks out, and what they weigh would be missing from "
-                "the sum; write WeightedMean(weight, Sharded(...)), or leave the weights out"
+                "Combined inside WeightedMean would leave ranks out, and what they weigh would be missing "
+                "from the sum; write WeightedMean(weight, Sharded(...)), or leave the weights out"
             )
         if getattr(part, "aggregate", mean) is not mean:
             raise InvalidValue(
