@@ -11,7 +11,8 @@ from .aggregate.krum import Bulyan, Krum, MultiKrum
 from .aggregate.mean import mean
 from .aggregate.middle import Median, NearMedian, TrimmedMean
 from .aggregate.mixing import NNM
-from .aggregate.rule import GramRule, Mixture, RowRule, Rule
+from .aggregate.mixture import Mixture
+from .aggregate.rule import GramRule, RowRule, Rule
 from .aggregate.watch import Watch
 from .attachment import Attachment
 from .codecs.base import Codec

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..errors import WrongType
 from .distances import nearest, squared_distances
-from .rule import GramRule, Mixture, RowRule, Rule, check_count, check_minority
+from .mixture import Mixture
+from .rule import GramRule, RowRule, Rule, check_count, check_minority
 
 
 @dataclass(frozen=True)

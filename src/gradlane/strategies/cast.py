@@ -13,6 +13,7 @@ from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
+from .private import refuse_private_in_fp16
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 SAMPLE = 16_384  # elements looked at for underflow in each message
@@ -43,6 +44,8 @@ class Cast(Strategy):
                 f"dtype={self.dtype} cannot be summed by the backends; use one of "
                 f"{', '.join(str(dtype) for dtype in NARROW)}"
             )
+        if self.dtype == torch.float16:
+            refuse_private_in_fp16(self.inner)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         wire = _NarrowWire(self.dtype, bucket)

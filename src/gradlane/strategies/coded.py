@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..aggregate.combine import Aggregate, combined
+from ..aggregate.combine import Aggregate, combine_into
 from ..aggregate.mean import mean
 from ..aggregate.rule import Rule
 from ..codecs.base import Codec
@@ -114,8 +114,18 @@ def decoded(
         aggregate.check(bucket.world)
     rows = decoded_rows(codec, bucket, payloads, seeds, out.numel())
     if rows.numel() and out.device.type != "meta":  # a dry run knows the shapes without asking
-        out.copy_(combined(aggregate, rows))
+        lost = _unordered(rows) if isinstance(aggregate, Rule) else None
+        combine_into(aggregate, rows, out)
+        if lost is not None:
+            out.masked_fill_(lost, torch.nan)
     return out
+
+
+def _unordered(rows: Tensor) -> Tensor | None:
+    """Columns with a NaN, which no order has a place for: a rule might answer anything. None: no such."""
+    if not rows.sum().isnan():
+        return None
+    return rows.isnan().any(0)
 
 
 def decoded_rows(

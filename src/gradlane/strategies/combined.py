@@ -68,7 +68,7 @@ class Combined(Strategy):
             if first:
                 await note(**verdict.figures())
             if rows.numel():
-                total[: shards.filled].copy_(verdict.answer(rows))
+                verdict.answer(rows, total[: shards.filled], lambda numel: _room(bucket, numel))
         return shards.reduced(await all_gather(shards.answer(total)))
 
     def _verdict(self, bucket: Bucket, seen: Tensor) -> tuple[Verdict, bool]:
@@ -77,11 +77,14 @@ class Combined(Strategy):
             return self._judged[1], False
         figures = seen.cpu()
         verdict = alone(figures) if bucket.world == 1 else judged(self.rule, figures, bucket.step)
-        if verdict.heard:
-            self.watch.name_broken(bucket.step, verdict.broken, bucket.rank)
-        self.watch.add(bucket.step, figures, bucket.rank)
+        blamed = verdict.broken if verdict.heard else ()  # if all overflow nobody is wrong
+        self.watch.add(bucket.step, figures, blamed, bucket.rank)
         self._judged = (seen, verdict)
         return verdict, True
+
+
+def _room(bucket: Bucket, numel: int) -> Tensor:
+    return bucket.empty("mixed rows", numel, torch.float32)
 
 
 def _figures(bucket: Bucket, rows: Tensor) -> Tensor:

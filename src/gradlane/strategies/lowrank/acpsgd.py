@@ -48,7 +48,7 @@ class AcpSGD(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_common("AcpSGD", self.rank, self.min_compression_rate, self.view)
+        check_common("AcpSGD", self.rank, self.min_compression_rate, self.view, self.seed)
         self.left = self.left or FactorMemory()
         self.right = self.right or FactorMemory()
 
@@ -79,8 +79,7 @@ class AcpSGD(Strategy):
         _expand_all(matrices, message.factors, known, flat, sends_rows)  # 2
         parts.scatter(message.rest, flat)
         if owed is not None:
-            for place in parts.rest:  # it was sent whole
-                owed[place].masked_fill_(flat[place].isfinite(), 0.0)
+            parts.settle_rest(flat, owed)
         for m, factor, fine in zip(matrices, message.factors, whole, strict=True):  # 3
             if fine:
                 keep_factor(sent_in, m, factor)

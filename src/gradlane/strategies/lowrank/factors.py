@@ -90,9 +90,11 @@ def narrowed_back(bucket: Bucket, flat: Tensor, owed: Tensor | None) -> Tensor:
 
 def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
     """The factor of the last step, rank x ``size``, orthonormal; drawn anew, alike on all ranks, where
-    there is none. Where the rank has grown since, rows are drawn to it."""
+    there is none. Where the rank has grown since, rows are drawn to it; where the width or the device is
+    another, as after a resume, it is converted."""
     kept = memory.get(matrix.name)
-    if kept is not None and kept.shape == (matrix.rank, size):
+    like = (width(bucket), bucket.flat.device)
+    if kept is not None and kept.shape == (matrix.rank, size) and (kept.dtype, kept.device) == like:
         return kept
     fresh = drawn(bucket, matrix, size, seed)
     if kept is not None and kept.shape[1] == size:

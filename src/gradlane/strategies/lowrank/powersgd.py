@@ -12,10 +12,11 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce, note
 from ...core.memory import Memory
+from ...core.numbers import is_number
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
 from ...kernels.products import expand, orthonormalise, project_columns, project_rows
-from .cut import Cut, Rank, View, check_common, cut
+from .cut import Cut, Rank, View, check_common, check_whole, cut
 from .factors import (
     FactorMemory,
     Message,
@@ -74,18 +75,16 @@ class PowerSGD(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_common("PowerSGD", self._rank, self.min_compression_rate, self.view)
-        if self.iterations < 1:
-            raise InvalidValue(f"PowerSGD iterations={self.iterations}; use 1 or more")
+        check_common("PowerSGD", self._rank, self.min_compression_rate, self.view, self.seed)
+        check_whole("PowerSGD", "iterations", self.iterations, least=1)
         if self.owes not in ("own", "mean"):
             raise InvalidValue(f"PowerSGD owes={self.owes!r}; use 'own', or 'mean' as torch does")
-        if self.every < 1:
-            raise InvalidValue(f"PowerSGD every={self.every}; use 1 step or more")
+        check_whole("PowerSGD", "every", self.every, least=1)
         self.factors = self.factors or FactorMemory()
         if self.budget is not None:
-            if not 0 < self.budget < 1:
+            if not is_number(self.budget) or not 0 < self.budget < 1:
                 raise InvalidValue(
-                    f"PowerSGD budget={self.budget}; use a share of the gradient's elements between 0 and 1"
+                    f"PowerSGD budget={self.budget!r}; use a share of the gradient's elements between 0 and 1"
                 )
             self.plan = self.plan or RankPlan(self.budget, self.every)
 
@@ -99,6 +98,9 @@ class PowerSGD(Strategy):
             if not step.cut.matrices:
                 break
             qs = await step.columns(last=not left)  # 3
+            if left:
+                for q in qs:  # as large as M now: a product with M would be as large as its square
+                    orthonormalise(q)
         step.answer(qs)  # 4
         sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
         if self.warm_start:
@@ -148,7 +150,8 @@ class _Step:
     async def rows(self, qs: list[Tensor]) -> None:
         """P, averaged and orthonormal; the rest of the bucket goes with the first."""
         first = self._rest is None
-        message = self._message("factors P", [m.rows for m in self.cut.matrices], rest=first)
+        use = "factors P" if first else "factors P again"  # of another size: it has no rest
+        message = self._message(use, [m.rows for m in self.cut.matrices], rest=first)
         if first:
             self.cut.gather(self.given, self.debt, message.rest)
             if self.bucket.feedback:
@@ -192,8 +195,7 @@ class _Step:
             self.owed.sub_(self.flat)
             self.owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
-        for place in self.cut.rest:  # it was sent whole
-            self.owed[place].masked_fill_(self.flat[place].isfinite(), 0.0)
+        self.cut.settle_rest(self.flat, self.owed)
 
     def sent(self) -> Callable[[], Tensor] | None:
         """What the others saw of this rank, for a wrapper that asks."""
