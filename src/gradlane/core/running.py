@@ -15,10 +15,10 @@ from .strategy import Reduced, Strategy
 
 T = TypeVar("T")
 NoteTaker = Callable[[Bucket, Note], None]
-Look = Callable[[Bucket, Tensor], None]
+Look = Callable[[Bucket, Reduced], None]
 
 
-def _nobody_looks(bucket: Bucket, mean: Tensor) -> None: ...
+def _nobody_looks(bucket: Bucket, reduced: Reduced) -> None: ...
 
 
 class Running:
@@ -50,7 +50,7 @@ class Running:
                 asked = self._coroutine.send(answer)
             except StopIteration as end:
                 self.reduced = _checked(end.value, self.bucket, self.strategy)
-                self._look(self.bucket, self.reduced.mean)
+                self._look(self.bucket, self.reduced)
                 return None
             if isinstance(asked, Request):
                 self.request = asked

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket
+from ..core.strategy import Reduced
 
 
 class FiniteCheck:
     """Looks at the answer of every bucket while it is ``on``; a lane has one.
 
-    Answers are the same on every rank, so that a look at them is enough to agree. The lane lets what was
-    seen ride with the message that ends a step all the same: a strategy of one's own may have a fault.
+    What was seen rides with the message that ends a step. Answers are the same on every rank, so that it is
+    enough if those look who are not ``sound``; and if a strategy of one's own has a fault, all still agree.
     """
 
     def __init__(self) -> None:
@@ -25,8 +26,9 @@ class FiniteCheck:
         self._looks.clear()
         self.agreed = False
 
-    def look(self, bucket: Bucket, mean: Tensor) -> None:
-        if not self.on or mean.device.type == "meta":
+    def look(self, bucket: Bucket, reduced: Reduced) -> None:
+        mean = reduced.mean
+        if not self.on or reduced.sound or mean.device.type == "meta":
             return
         if mean.device.type == "cpu":
             fine = all_finite(mean)

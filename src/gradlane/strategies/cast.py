@@ -53,7 +53,8 @@ class Cast(Strategy):
         if reduced.sent is None and wire.kept is not None:
             kept, scale = wire.kept, bucket.divisor()
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))
-        return reduced
+        # In a narrower exponent what was sound may overflow, and a look is needed after all.
+        return reduced if _as_far(self.dtype) else replace(reduced, sound=False)
 
 
 class _NarrowWire:
@@ -116,6 +117,11 @@ class _NarrowWire:
 
     def _too_wide(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.element_size() > self.dtype.itemsize
+
+
+def _as_far(dtype: torch.dtype) -> bool:
+    """Whether its numbers reach as far as those of fp32: not in fp16."""
+    return torch.finfo(dtype).max > 1e38
 
 
 def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:
