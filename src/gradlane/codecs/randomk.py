@@ -69,11 +69,10 @@ class RandomK(Codec):
         for payload, seed in zip(payloads, seeds, strict=True):
             self._scatter(payload, out, seed, factor)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
-        owed.add_(gradient)
-        self._encode(owed, seed, payload)
-        self._scatter(payload, owed, seed, -1.0)
-        keep_finite(owed)
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
+        self._encode(torch.add(owed, gradient, out=left), seed, payload)
+        self._scatter(payload, left, seed, -1.0)
+        keep_finite(left)
 
     def _scatter(self, payload: Payload, into: Tensor, seed: int, factor: float) -> None:
         if library := native_for(into):

@@ -38,13 +38,17 @@ class Shards:
     def encoded(self) -> list[Payload]:
         """What goes to each rank."""
         bucket = self._bucket
-        owed = [None] * bucket.world if bucket.owed is None else _cut(bucket.owed, self.size, bucket.world)
+        owed, left = (self._debts(debt) for debt in (bucket.owed, bucket.owed_after))
         payloads = [
-            encoded(self._codec, bucket, part, debt, self._seed + place, f"shard {place}")
-            for place, (part, debt) in enumerate(zip(self._parts, owed, strict=True))
+            encoded(self._codec, bucket, part, before, after, self._seed + place, f"shard {place}")
+            for place, (part, before, after) in enumerate(zip(self._parts, owed, left, strict=True))
         ]
         self._kept = kept_for_feedback(bucket, payloads, self._seed)
         return payloads
+
+    def _debts(self, debt: Tensor | None) -> Sequence[Tensor | None]:
+        world = self._bucket.world
+        return [None] * world if debt is None else _cut(debt, self.size, world)
 
     def seeds(self) -> list[int]:
         """Those with which the ranks encoded what they sent to this one."""
@@ -57,10 +61,10 @@ class Shards:
         total[self.filled :].zero_()
         return total
 
-    def answer(self, total: Tensor, owed: Tensor | None = None) -> Payload:
-        """This rank's shard, encoded for all."""
+    def answer(self, total: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> Payload:
+        """This rank's shard, encoded for all; ``left`` takes the debt of the answer, or owed itself."""
         seed = self._bucket.seed(SALT + 1, shared=False)
-        return encoded(self._codec, self._bucket, total, owed, seed, "shard mean")
+        return encoded(self._codec, self._bucket, total, owed, left, seed, "shard mean")
 
     def reduced(self, everyone: Sequence[Payload]) -> Reduced:
         """All answers, read into the bucket."""
@@ -88,13 +92,22 @@ def _cut(flat: Tensor, size: int, world: int) -> list[Tensor]:
     return [flat[min(rank * size, numel) : min((rank + 1) * size, numel)] for rank in range(world)]
 
 
-def encoded(codec: Codec, bucket: Bucket, flat: Tensor, owed: Tensor | None, seed: int, use: str) -> Payload:
+def encoded(
+    codec: Codec,
+    bucket: Bucket,
+    flat: Tensor,
+    owed: Tensor | None,
+    left: Tensor | None,
+    seed: int,
+    use: str,
+) -> Payload:
+    """The payload of flat, and of what is owed; ``left`` takes what is owed then, or owed itself."""
     layout = codec.layout(flat.numel())
     message = bucket.empty(use, message_size(layout), torch.uint8)  # in one piece, as it will be sent
     out = payload_in(message, layout)
     if owed is None:
         return codec.encode(flat, seed, out)
-    return codec.encode_owed(flat, owed, seed, out)
+    return codec.encode_owed(flat, owed, seed, out, left)
 
 
 def decoded(

@@ -38,7 +38,7 @@ class Summed(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
         refuse_sparse(bucket, "Summed")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, seed, "summed")
+        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "summed")
         kept = kept_for_feedback(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
         flat = codec.decode(total, bucket.flat, seed)
@@ -65,7 +65,7 @@ class Gathered(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         refuse_sparse(bucket, "Gathered")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, seed, "gathered")
+        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "gathered")
         kept = kept_for_feedback(bucket, [payload], seed)
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]

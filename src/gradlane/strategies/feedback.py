@@ -43,20 +43,27 @@ class ErrorFeedback(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
-        owed = self.memory.like(bucket)
-        if self.inner.settles:  # in one pass with its own work
-            reduced = await self.inner.reduce(replace(bucket, owed=owed))
-        else:
-            owed.add_(bucket.flat)
-            bucket.flat.copy_(owed)
-            reduced = await self.inner.reduce(replace(bucket, feedback=True))
-            # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
-            owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
-            if owed.device.type != "meta":
-                keep_finite(owed)
+        owed = left = self.memory.like(bucket)
+        mean = await settled(self.inner, replace(bucket, owed=owed, left=left))
         if bucket.flat.device.type != "meta":
-            await note(residual_square=squared_norm(owed, bucket.step))
-        return Reduced(reduced.mean)
+            await note(residual_square=squared_norm(left, bucket.step))
+        return Reduced(mean)
+
+
+async def settled(inner: Strategy, bucket: Bucket) -> Tensor:
+    """The answer of a strategy to gradient and debt; ``bucket.owed_after`` takes what is owed then."""
+    if inner.settles:  # in one pass with its own work
+        return (await inner.reduce(bucket)).mean
+    owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
+    assert owed is not None
+    assert left is not None
+    flat.copy_(torch.add(owed, flat, out=left))
+    reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
+    # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
+    left.sub_(left.to(flat.dtype) if reduced.sent is None else reduced.sent())
+    if left.device.type != "meta":
+        keep_finite(left)
+    return reduced.mean
 
 
 @dataclass
