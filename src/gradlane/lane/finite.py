@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..core.bucket import Bucket
 from ..core.strategy import Reduced
+from ..kernels.finite import all_finite
 
 
 class FiniteCheck:
@@ -28,7 +29,7 @@ class FiniteCheck:
 
     def look(self, bucket: Bucket, reduced: Reduced) -> None:
         mean = reduced.mean
-        if not self.on or reduced.sound or mean.device.type == "meta":
+        if not self.on or mean.is_meta or (reduced.sound and mean.dtype != torch.float16):
             return
         if mean.device.type == "cpu":
             fine = all_finite(mean)
@@ -54,8 +55,3 @@ def names_not_finite(bucket: Bucket) -> list[str]:
     if bucket.flat.is_sparse:
         return list(bucket.names)
     return [name for name, part in zip(bucket.names, bucket.tensors(), strict=True) if not all_finite(part)]
-
-
-def all_finite(tensor: Tensor) -> bool:
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return bool(torch.isfinite(values).all())

@@ -15,6 +15,7 @@ from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import all_finite
 from .momentum import WorkerMomentum
 from .private import refuse_private_inside
 from .weighted import WeightedMean
@@ -27,9 +28,9 @@ SAMPLE = 16_384  # elements looked at for the norm, at least
 class ErrorFeedback(Strategy):
     """EF14 (Seide et al., 2014; Karimireddy et al., 2019): send C(g + e), keep e = g + e - C(g + e).
 
-    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, one
-    copy of the gradient: bfloat16 halves it and rounds what is owed. ``comm/residual_norm`` is its
-    norm, estimated from a sample where a bucket is large.
+    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, a
+    copy of the gradient, and one to go back to: bfloat16 halves it and rounds what is owed.
+    ``comm/residual_norm`` is its norm, estimated from a sample where a bucket is large.
     """
 
     inner: Strategy
@@ -45,20 +46,27 @@ class ErrorFeedback(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
-        owed = self.memory.like(bucket)
-        if self.inner.settles:  # in one pass with its own work
-            reduced = await self.inner.reduce(replace(bucket, owed=owed))
-        else:
-            owed.add_(bucket.flat)
-            bucket.flat.copy_(owed)
-            reduced = await self.inner.reduce(replace(bucket, feedback=True))
-            # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
-            owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
-            if owed.device.type != "meta":
-                keep_finite(owed)
+        owed, left = self.memory.turn(bucket)
+        reduced = await settled(self.inner, replace(bucket, owed=owed, left=left))
         if bucket.flat.device.type != "meta":
-            await note(residual_square=squared_norm(owed, bucket.step))
-        return Reduced(reduced.mean)
+            await note(residual_square=squared_norm(left, bucket.step))
+        return Reduced(reduced.mean, sound=reduced.sound)
+
+
+async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
+    """The answer of a strategy to gradient and debt; ``bucket.owed_after`` takes what is owed then."""
+    if inner.settles:  # in one pass with its own work
+        return await inner.reduce(bucket)
+    owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
+    assert owed is not None
+    assert left is not None
+    flat.copy_(torch.add(owed, flat, out=left))
+    reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
+    # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
+    left.sub_(left.to(flat.dtype) if reduced.sent is None else reduced.sent())
+    if left.device.type != "meta":
+        keep_finite(left)
+    return reduced
 
 
 @dataclass
@@ -82,13 +90,16 @@ class ErrorFeedback21(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.own is not None
         assert self.mean is not None
-        own, mean = self.own.like(bucket), self.mean.like(bucket)
+        (own, own_after), (mean, mean_after) = self.own.turn(bucket), self.mean.turn(bucket)
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
-        own.add_(whole if reduced.sent is None else reduced.sent())
-        mean.add_(reduced.mean)
-        return Reduced(bucket.flat.copy_(mean))
+        if all_finite(reduced.mean):
+            torch.add(own, whole if reduced.sent is None else reduced.sent(), out=own_after)
+            return Reduced(bucket.flat.copy_(torch.add(mean, reduced.mean, out=mean_after)))
+        # All ranks see this, and all stay with what they had: mean remains the mean of what each one has.
+        own_after.copy_(own)
+        return Reduced(bucket.flat.copy_(mean_after.copy_(mean) + reduced.mean))
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""
