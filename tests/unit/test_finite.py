@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradlane.kernels import native
-from gradlane.kernels.finite import all_finite
+from gradlane.kernels.finite import all_finite, divided
 
 every_choice = pytest.mark.parametrize("choice", ["torch", *native.levels()])
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -67,3 +67,29 @@ def test_tensors_of_other_kinds(monkeypatch, choice):
         entries = torch.tensor([1.0, value])
         sparse = torch.sparse_coo_tensor([[1, 1]], entries, (5,), check_invariants=True)
         assert all_finite(sparse) is (value == 1.0)
+
+
+@every_choice
+def test_divided_is_div_and_knows_what_is_small(monkeypatch, choice):
+    monkeypatch.setenv(native.VARIABLE, choice)
+    knows = choice != "torch"
+    for numel in (*range(1, 40), 16_385, 300_001):
+        for divisor in (1, 2, 3, 7):
+            numbers = torch.randn(numel)
+            expected = numbers / divisor
+            assert divided(numbers, divisor) == knows
+            assert torch.equal(numbers, expected)
+            for bad in (torch.nan, torch.inf, -torch.inf, 8e30, -8e30):
+                numbers[numel * 2 // 3] = bad
+                assert not divided(numbers, divisor)
+    assert divided(torch.full((9,), 5e4), 2, 6e4 / 2) == knows
+    assert not divided(torch.full((9,), 7e4), 2, 6e4 / 2)
+    assert torch.equal(_halved(torch.arange(8.0)[::2]), torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    assert torch.equal(
+        _halved(torch.ones(3, dtype=torch.float64)), torch.full((3,), 0.5, dtype=torch.float64)
+    )
+
+
+def _halved(tensor):
+    assert not divided(tensor, 2)
+    return tensor

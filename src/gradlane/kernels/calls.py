@@ -16,7 +16,7 @@ from torch import Tensor
 from .counter import Keys
 from .lowrank_calls import LOW_RANK, LowRankCalls
 
-ABI = 7  # the same number as in csrc/native.c; raise both with every change of a signature
+ABI = 8  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "gram": ((*_HOW, c_void_p, c_int, c_int64, c_void_p), c_int),
+    "divide": ((*_HOW, c_void_p, c_int64, c_float, c_float), c_int),
     "all_finite": ((*_HOW, c_void_p, c_int64, c_int), c_int),
     "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_float, c_void_p), None),
     **LOW_RANK,
@@ -174,6 +175,10 @@ class Native(LowRankCalls):
         """out = rows rows^T in fp64."""
         ranks, columns = rows.shape
         _or_no_memory(self._call["gram"](*self._how(), rows.data_ptr(), ranks, columns, out.data_ptr()))
+
+    def divide(self, numbers: Tensor, divisor: float, limit: float) -> bool:
+        """In place, fp32; whether all are below the limit then."""
+        return bool(self._call["divide"](*self._how(), numbers.data_ptr(), numbers.numel(), divisor, limit))
 
     def all_finite(self, numbers: Tensor, width: int) -> bool:
         """``width`` is the number of the dtype in ``finite``."""

@@ -1,10 +1,11 @@
-"""Whether all numbers of a tensor are finite, at the speed of reading it."""
+"""Whether all numbers of a tensor are finite, at the speed of reading it; for nothing while it is divided."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..core.numbers import HUGE
 from .native import native_for
 
 WIDTHS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/native.c
@@ -27,3 +28,18 @@ def all_finite(tensor: Tensor) -> bool:
         return library.all_finite(tensor, WIDTHS[tensor.dtype])
     low, high = torch.aminmax(tensor.detach())  # a NaN is both
     return bool(low.isfinite() & high.isfinite())
+
+
+def divided(tensor: Tensor, divisor: int, limit: float = HUGE) -> bool:
+    """``tensor /= divisor``, and whether all of it is known to be below ``limit`` then: in the same pass
+    where the kernels are compiled, else nobody knows."""
+    library = native_for(tensor)
+    if (
+        library is not None
+        and tensor.dtype == torch.float32
+        and tensor.is_contiguous()
+        and not tensor.is_sparse
+    ):
+        return library.divide(tensor, divisor, limit)
+    tensor.div_(divisor)
+    return False

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.collectives import Request
 from ..core.pack import message_of, payload_of
 from ..errors import InvalidValue
+from ..kernels.finite import divided
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
 REDUCE_OPS = {
@@ -30,7 +31,8 @@ Room = Callable[[int, int], Tensor]
 class Pending:
     """A request under way: the backend's works, and how to read the answer once they are done."""
 
-    def __init__(self, works: list[Any], read: Callable[[], object]) -> None:
+    def __init__(self, works: list[Any], read: Callable[[], object], sound: bool = False) -> None:
+        self.sound = sound  # what this rank gave to a mean is finite, and small: ``Reduced.sound``
         self._works = deque(works)
         self._read = read
 
@@ -56,9 +58,9 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     """
     size = group.size()
     if request.kind == "all_reduce":
-        tensor = _divided(request, divisor)
+        tensor, sound = _divided(request, divisor)
         works = [_reduce(group, tensor, request.op)] if size > 1 else []
-        return Pending(works, lambda: tensor)
+        return Pending(works, lambda: tensor, sound)
     _counted(request, size)
     me = group.rank()
     if request.kind == "all_gather":
@@ -87,7 +89,7 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     """The same on a group whose collectives run on the device: ``wait`` only orders streams."""
     size = group.size()
     if request.kind == "all_reduce":
-        tensor = _divided(request, divisor)
+        tensor, _ = _divided(request, divisor)
         _reduce(group, tensor, request.op).wait()
         return tensor
     _counted(request, size)
@@ -106,10 +108,11 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     return [payload_of(row, mine) for row in received]
 
 
-def _divided(request: Request, divisor: int) -> Tensor:
+def _divided(request: Request, divisor: int) -> tuple[Tensor, bool]:
+    """What goes out, and whether it is known to be sound."""
     (tensor,) = request.payloads[0]
     # Before the sum, as DDP does: the mean of representable numbers must not overflow on the way.
-    return tensor.div_(divisor) if request.op == "mean" else tensor
+    return tensor, request.op == "mean" and divided(tensor, divisor)
 
 
 def _reduce(group: Any, tensor: Tensor, op: str | None) -> Any:

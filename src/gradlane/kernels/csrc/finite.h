@@ -39,3 +39,20 @@ TARGET static void NAME(finite_part)(void *argument, int part, int parts) {
         if (__atomic_load_n(&job->broken, __ATOMIC_RELAXED)) return;
     }
 }
+
+TARGET INLINE int NAME(divide_stretch)(float *restrict x, int64_t count, float divisor, int32_t limit) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < count; i++) {
+        x[i] /= divisor;
+        const int32_t bits = (int32_t)(bits_of(x[i]) & NO_SIGN);
+        most = bits > most ? bits : most;
+    }
+    return most < limit;
+}
+
+TARGET static void NAME(divide_part)(void *argument, int part, int parts) {
+    Divided *job = argument;
+    const int64_t first = job->n * part / parts, last = job->n * (part + 1) / parts;
+    if (!NAME(divide_stretch)(job->x + first, last - first, job->divisor, job->limit))
+        __atomic_store_n(&job->beyond, 1, __ATOMIC_RELAXED);
+}

@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-#define ABI 7 /* the same number as in kernels/calls.py */
+#define ABI 8 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1
@@ -84,6 +84,14 @@ typedef struct {
     int64_t n;
     int width, broken;
 } Numbers;
+
+typedef struct {
+    float *x;
+    int64_t n;
+    float divisor;
+    int32_t limit; /* as bits */
+    int beyond;
+} Divided;
 
 /* The scale of a block of signs: the mean as bfloat16, NaN where it is not finite. */
 INLINE uint16_t mean_of(float sum, int64_t count) {
@@ -261,6 +269,13 @@ EXPORT int gradlane_all_finite(int level, int threads, const void *x, int64_t n,
     Numbers job = {.x = x, .n = n, .width = width};
     spread(AT_LEVEL(level, finite_part), &job, threads_for(n, threads));
     return !job.broken;
+}
+
+/* x /= divisor. Whether all of it is below the limit then, which NaN and Inf are not. */
+EXPORT int gradlane_divide(int level, int threads, float *x, int64_t n, float divisor, float limit) {
+    Divided job = {.x = x, .n = n, .divisor = divisor, .limit = (int32_t)bits_of(limit)};
+    spread(AT_LEVEL(level, divide_part), &job, threads_for(n, threads));
+    return !job.beyond;
 }
 
 /* -- rules over ranks ---------------------------------------------------------------------------- */
