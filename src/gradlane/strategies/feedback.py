@@ -60,12 +60,19 @@ async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
     owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
     assert owed is not None
     assert left is not None
-    flat.copy_(torch.add(owed, flat, out=left))
+    whole = left
+    if left.dtype == torch.bfloat16:  # the sum is rounded when it has been sent, not before
+        whole = bucket.empty(
+            "gradient and debt", flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+        )
+    flat.copy_(torch.add(owed, flat, out=whole))
     reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
     # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
-    left.sub_(left.to(flat.dtype) if reduced.sent is None else reduced.sent())
-    if left.device.type != "meta":
-        keep_finite(left)
+    whole.sub_(whole.to(flat.dtype) if reduced.sent is None else reduced.sent())
+    if whole.device.type != "meta":
+        keep_finite(whole)
+    if whole is not left:
+        left.copy_(whole)
     return reduced
 
 
