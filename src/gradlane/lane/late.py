@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
     step: int
     turn: int
-    """Answers so far."""
+    """How far it is in the step."""
     bucket: int
     doing: str
 
@@ -33,9 +33,12 @@ Where = Callable[[], Place | None]
 
 
 def place_of(serving: Running | None, turn: int) -> Place | None:
+    """``turn`` counts the waits of this step that began and those that ended: it is odd during one."""
     if serving is None:
         return None
     doing = serving.doing() if serving.reduced is None else "at the end of the step"
+    if serving.reduced is None and turn % 2 == 0:
+        doing = f"at work after {doing}" if turn else "at work"
     return Place(serving.bucket.step, turn, serving.bucket.index, doing)
 
 

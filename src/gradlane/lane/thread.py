@@ -58,7 +58,7 @@ class ThreadLane:
         self._failure: BaseException | None = None  # for the trainer
         self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
-        self._turn = 0  # answers in this step
+        self._turn = 0  # requests waited for in this step: begun and ended ones, so odd while it waits
         self._last_answer = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -218,6 +218,7 @@ class ThreadLane:
 
     def _answered(self, issued: Issued) -> object:
         event = issued.event
+        self._turn += 1
         try:
             with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
                 answer = issued.pending.wait()
