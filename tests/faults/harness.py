@@ -73,6 +73,8 @@ class Story:
     """Exit codes; None: had to be killed."""
     signalled: float | None = None
     """When the parent sent its signal."""
+    victim_state: str | None = None
+    """Of the process, when the others were done. T: stopped."""
 
     @property
     def fired(self):
@@ -103,6 +105,8 @@ class Run:
     def ended(self):
         try:
             self._listen()
+            if self._victim is not None:
+                self.story.victim_state = state_of(self.pids[self._victim])
             self._join()
         finally:
             self.ranks.close()
@@ -142,7 +146,7 @@ def run(function, world, *args, deadline=60, victim=None, on_report=None):
 
 
 def state_of(pid):
-    """T: stopped."""
+    """The letter in /proc."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None

@@ -19,7 +19,8 @@ from .workers import wait_for_idle_workers
 Turn = Literal["first", "later"]
 TURNS: tuple[Turn, ...] = ("first", "later")
 GRACE = 1.4  # seconds to wait for the others' reports once a connection broke: they report before they close
-SOON = 0.4  # seconds a store may take to answer, when all is lost anyway
+SOON = 0.4  # seconds a store may take to take a note
+ALIVE = 1.0  # seconds after which a store that does not answer is taken for lost
 
 
 class Peers:
@@ -111,7 +112,8 @@ class Peers:
         """Why a connection broke: a peer that raised, a peer that is silent, or just the network."""
         told: dict[int, Document] = {}
         try:
-            within(GRACE + SOON, lambda: self._hear(told), "the store")
+            within(ALIVE, lambda: self.board.read("alive", self.rank), "the store")
+            within(GRACE + ALIVE, lambda: self._hear(told), "the store")
         except Exception as lost:  # noqa: BLE001  any error of any store means the same here
             host = self.board.host
             return PeerLost(
