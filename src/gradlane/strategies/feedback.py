@@ -54,6 +54,7 @@ class ErrorFeedback(Strategy):
             owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
             if owed.device.type != "meta":
                 keep_finite(owed)
+                forget_where_lost(reduced.mean, owed)
         if bucket.flat.device.type != "meta":
             await note(residual_square=squared_norm(owed, bucket.step))
         return Reduced(reduced.mean)
@@ -86,7 +87,23 @@ class ErrorFeedback21(Strategy):
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
         own.add_(whole if reduced.sent is None else reduced.sent())
         mean.add_(reduced.mean)
-        return Reduced(bucket.flat.copy_(mean))
+        bucket.flat.copy_(mean)
+        if mean.device.type != "meta":
+            forget_where_lost(bucket.flat, own, mean)
+            if not torch.isfinite(own.sum()):  # it has passed the largest number, and the mean has not
+                own.nan_to_num_(nan=0.0)
+        return Reduced(bucket.flat)
+
+
+def forget_where_lost(answer: Tensor, *memories: Tensor) -> None:
+    """Begin again at 0 where the answer is not finite; all ranks together, for all have the same answer.
+
+    What does not go through because it is too large for something on its way would not in the next step.
+    """
+    if not torch.isfinite(answer.sum()):
+        lost = answer.isfinite().logical_not_()
+        for memory in memories:
+            memory.masked_fill_(lost, 0.0)
 
 
 def squared_norm(owed: Tensor, step: int) -> Tensor:
