@@ -19,6 +19,7 @@ from .weighted import WeightedMean
 
 KEPT_IN = (torch.float32, torch.bfloat16)
 SAMPLE = 16_384  # elements looked at for the norm, at least
+HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 
 
 @dataclass
@@ -54,9 +55,8 @@ class ErrorFeedback(Strategy):
             owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
             if owed.device.type != "meta":
                 keep_finite(owed)
-                forget_where_lost(reduced.mean, owed)
         if bucket.flat.device.type != "meta":
-            await note(residual_square=squared_norm(owed, bucket.step))
+            await note(residual_square=residual(owed, bucket.step))
         return Reduced(reduced.mean)
 
 
@@ -96,14 +96,24 @@ class ErrorFeedback21(Strategy):
 
 
 def forget_where_lost(answer: Tensor, *memories: Tensor) -> None:
-    """Begin again at 0 where the answer is not finite; all ranks together, for all have the same answer.
-
-    What does not go through because it is too large for something on its way would not in the next step.
-    """
+    """Begin again at 0 where the answer is not finite; all ranks together, for all have the same answer."""
     if not torch.isfinite(answer.sum()):
         lost = answer.isfinite().logical_not_()
         for memory in memories:
             memory.masked_fill_(lost, 0.0)
+
+
+def residual(owed: Tensor, step: int) -> Tensor:
+    """The squared norm of what is owed, for the metrics; less what is too large ever to be sent.
+
+    One gradient of 3e38 can leave so much that every product with it is infinite, in this step and in all
+    that follow: nothing would be finite again. Where that is so the norm is infinite too.
+    """
+    square = squared_norm(owed, step)
+    if torch.isfinite(square):
+        return square
+    owed.masked_fill_(owed.abs() > HOPELESS, 0.0)
+    return squared_norm(owed, step)
 
 
 def squared_norm(owed: Tensor, step: int) -> Tensor:
