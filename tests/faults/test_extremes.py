@@ -73,7 +73,7 @@ def infinite_values(answer):
 
 
 @everyone
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_memory_stays_finite_and_ranks_equal(name, world):
     for kind, make in KINDS.items():
         simulation = gl.Simulation(STRATEGIES[name](), world=world, node_size=2)
@@ -107,7 +107,7 @@ def test_overflow_is_counted(name, kind):
 
 
 @everyone
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["3e38", "one 3e38"])
 def test_what_was_too_large_does_not_stay(name, world, kind):
     """Answers are finite again, before long: no memory keeps what can never be sent."""

@@ -1,6 +1,7 @@
 """R1 and R4: one of four ranks is killed, or stopped, anywhere. The others say so in time, and end well."""
 
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -107,8 +108,18 @@ def stop_one(name, blow):
         assert lost == blow.rank, message
         assert f"rank {blow.rank}" in message
         if blow.rank != 0:  # which hosts the store, through which the others would learn who is late
-            assert any(f"rank {blow.rank} " in line for line in lines), lines
+            assert blow.rank in accused(lines), lines
     return max(when - story.fired for when, *_ in story.results.values())
+
+
+def accused(lines):
+    """Whom the watchdog took to be missing or silent."""
+    named = [
+        found
+        for line in lines
+        for found in re.findall(r"ranks? ([\d, ]+) ha(?:s|ve) not entered|rank (\d+) was in", line)
+    ]
+    return {int(rank) for found in named for rank in re.findall(r"\d+", " ".join(found))}
 
 
 def told(what, seconds):

@@ -1,7 +1,10 @@
 """R20: torchrun restarts killed workers, and training ends with the weights of an undisturbed run."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,11 +16,13 @@ import pytest
 import torch.distributed as dist
 
 import gradlane as gl
+from gradlane.local import run_ranks
 
-from ..leftovers import gone, members
+from ..leftovers import children, gone
 from .harness import drawing
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
+STRATEGY = "ErrorFeedback(Cast(Mean(), bfloat16))"
 STEPS, EVERY = 300, 20
 
 
@@ -26,13 +31,23 @@ class Job:
 
     def __init__(self, folder, *, ranks=2, steps=STEPS, restarts=3, script=SCRIPT):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        options = ["--folder", str(folder), "--steps", str(steps), "--every", str(EVERY)]
+        options = [
+            "--strategy",
+            STRATEGY,
+            "--folder",
+            str(folder),
+            "--steps",
+            str(steps),
+            "--every",
+            str(EVERY),
+        ]
         self.process = subprocess.Popen(
             [sys.executable, *launcher, "--max-restarts", str(restarts), str(script), *options],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.lines = []
+        self._seen = set()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -52,23 +67,39 @@ class Job:
         return found[count - 1]
 
     def workers(self):
-        return [pid for pid in members(self.process.pid) if pid != self.process.pid]
+        """Those that run now; each has a session of its own."""
+        found = children(self.process.pid)
+        self._seen |= set(found)
+        return found
 
     def end(self, seconds=120):
-        """The hash of the final weights; nothing of the session is left."""
+        """The hash of the final weights; no worker is left."""
         try:
+            self.workers()
             self.process.wait(seconds)
         finally:
-            for pid in members(self.process.pid):
-                os.kill(pid, signal.SIGKILL)
+            for pid in [*self.workers(), self.process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
             self._reader.join()
+            self.process.stdout.close()
         assert self.process.returncode == 0, "\n".join(self.lines[-60:])
-        assert gone(lambda: not members(self.process.pid))
+        assert gone(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._seen))
         return self.wait_for(r"weights (\w+)")[1]
 
 
-def undisturbed(folder, **options):
-    return Job(folder, **options).end()
+def undisturbed(folder, steps=STEPS, ranks=2):
+    """The lines of the example without torchrun, in forked ranks: the same training, started sooner."""
+    return run_ranks(in_one_go, ranks, folder, steps)[0]
+
+
+def in_one_go(rank, folder, steps):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    lines = io.StringIO()
+    with contextlib.redirect_stdout(lines):
+        runpy.run_path(str(SCRIPT))["train"](folder, STRATEGY, steps, EVERY)
+    return lines.getvalue()
 
 
 def disturbed(folder, chance, kills):
@@ -91,7 +122,7 @@ def disturbed(folder, chance, kills):
 
 def check(tmp_path, seed, kills):
     chance = drawing(f"restart {seed}")
-    calm = undisturbed(tmp_path / "calm")
+    calm = re.search(r"weights (\w+)", undisturbed(tmp_path / "calm"))[1]
     weights, lost = disturbed(tmp_path / "disturbed", chance, kills)
     assert weights == calm
     assert max(lost) <= EVERY
@@ -110,12 +141,14 @@ def test_three_restarts(run, tmp_path):
 
 def test_another_number_of_workers_goes_on(tmp_path):
     """And plain torchrun, without restarts."""
-    Job(tmp_path, restarts=0, steps=40).end()
+    few = undisturbed(tmp_path, 40)
     more = Job(tmp_path, ranks=3, restarts=0, steps=80)
     more.end()
     assert more.wait_for(r"attempt 0: (\d) workers from step (\d+)")[0].endswith("3 workers from step 40")
-    losses = [float(found[1]) for found in more.find(r"step \d+: loss ([\d.]+)")]
-    assert losses[-1] < losses[0]
+    first, later = (
+        float(re.search(r"step \d+: loss ([\d.]+)", text)[1]) for text in (few, "\n".join(more.lines))
+    )
+    assert later < first / 2
 
 
 def test_outside_of_torchrun_it_says_what_to_do(monkeypatch):

@@ -118,9 +118,13 @@ class _Watch:
 
 def _say(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Board, waited: float) -> None:
     others = [rank for rank in range(board.world) if rank != board.rank]
-    missing = [rank for rank in others if rank not in now or now[rank].place.step < here.step]
-    silent = [rank for rank in others if rank not in missing and now[rank] == before.get(rank)]
-    elsewhere = [rank for rank in others if rank not in missing + silent and now[rank].place[:2] != here[:2]]
+    moving = [rank for rank in others if rank in now and now[rank] != before.get(rank)]
+    still = [
+        rank for rank in others if rank in now and rank not in moving
+    ]  # a note of this stall, or an old one
+    silent = [rank for rank in still if now[rank].place.step >= here.step]
+    missing = [rank for rank in others if rank not in moving + silent]
+    elsewhere = [rank for rank in moving if now[rank].place[:2] != here[:2]]
     told = [f"{_ranks(missing)} not entered {here}"] if missing else []
     told += [f"rank {rank} was in {_at(now[rank].place)} and is silent since" for rank in silent]
     told += [f"rank {rank} is in {_at(now[rank].place)}" for rank in elsewhere]

@@ -17,7 +17,7 @@ from ..core.pack import message_of, payload_of
 from ..errors import InvalidValue
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
-HASTE = timedelta(seconds=0.3)  # for transfers of a step that is lost
+HASTE = timedelta(seconds=0.1)  # for transfers of a step that is lost
 REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
