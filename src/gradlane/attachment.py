@@ -73,6 +73,7 @@ class Attachment:
                 parameters=_parameter_lines(ddp),
                 timeout=timeout,
                 ranks_per_node=ranks_per_node,
+                wrapping=_wrapping(ddp),
                 doing="attach",
             )
         self._model = model = weakref.ref(ddp)  # the model must be free to go before its process group does
@@ -273,6 +274,14 @@ def _parameter_lines(ddp: DistributedDataParallel) -> list[str]:
         f"{name} {list(p.shape)} {describe(p.dtype)} {'trained' if p.requires_grad else 'frozen'}"
         for name, p in ddp.module.named_parameters()
     ]
+
+
+def _wrapping(ddp: DistributedDataParallel) -> str:
+    """What decides DDP's buckets and their order: different ones would wait for each other."""
+    return (
+        f"bucket_cap_mb={ddp.bucket_bytes_cap / 2**20:g} find_unused_parameters={ddp.find_unused_parameters} "
+        f"static_graph={ddp.static_graph}"
+    )
 
 
 def _counts_active(ddp: DistributedDataParallel | None) -> bool:

@@ -78,10 +78,12 @@ class Running:
         bucket = self.bucket
         names = bucket.names
         held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "nothing"
+        at = f"step {bucket.step}, bucket {bucket.index} ({held})"
+        return f"{type(self.strategy).__name__}, {at}, {self.doing()}"
+
+    def doing(self) -> str:
         phase = "before its first request" if self.request is None else f"phase {self.phase}: {self.request}"
-        if self.meeting is not None:
-            phase += ", waiting for the step's other buckets"
-        return f"{type(self.strategy).__name__}, step {bucket.step}, bucket {bucket.index} ({held}), {phase}"
+        return phase if self.meeting is None else f"{phase}, waiting for the step's other buckets"
 
     def close(self) -> None:
         """Give up: run the coroutine's ``finally`` blocks and forget it."""

@@ -19,6 +19,7 @@ from .private import refuse_private_in_fp16
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 FAR_IN_FP16 = 6e4  # what all ranks add up to must be below the largest number, 65,504
+FAR = 1000  # sums are looked at where the wire's range is so much smaller: in fp16, not in bf16
 SAMPLE = 16_384  # elements looked at for underflow in each message
 
 
@@ -29,8 +30,9 @@ class Cast(Strategy):
 
     A mean divides before it narrows, so gradients of 1e5 and 0 average to 5e4 in fp16, where a cast
     first would make inf. Counted in the metrics: ``overflow``, finite values that became infinite
-    (exact), and ``underflow``, non-zero values that became zero (exact up to 16,384 elements, beyond
-    that estimated from a window that moves from step to step).
+    (exact), ``overflow_sum``, those whose sum over the ranks came back infinite, and ``underflow``,
+    non-zero values that became zero (exact up to 16,384 elements, beyond that estimated from a window
+    that moves from step to step).
     """
 
     inner: Strategy
@@ -103,6 +105,8 @@ class _NarrowWire:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
         self.sound = wide if sound else None
+        if not sound and may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
+            await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
 
     async def _narrowed(self, payload: Payload, spread: int = 1) -> Payload:
@@ -114,7 +118,7 @@ class _NarrowWire:
         self.narrowed += 1
         narrow = self.bucket.empty(f"cast {self.narrowed}", wide.numel(), self.dtype).view(wide.shape)
         narrow.copy_(wide)
-        if wide.device.type != "meta" and wide.numel():
+        if _holds_numbers(wide):
             lost = underflow(wide, narrow, self.bucket.step)
             if may_overflow(wide.dtype, self.dtype, spread):
                 await note(overflow=overflow(wide, narrow), underflow=lost)
@@ -129,6 +133,10 @@ class _NarrowWire:
 def _as_far(dtype: torch.dtype) -> bool:
     """Whether its numbers reach as far as those of fp32: not in fp16."""
     return torch.finfo(dtype).max > 1e38
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:

@@ -15,7 +15,7 @@ from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
 from .exchange import Gathered
-from .feedback import squared_norm
+from .feedback import residual
 
 STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
 """The shares sent in the stages of the warm-up, of the paper: 75, 93.75, 98.4 and 99.6 % are left out."""
@@ -72,7 +72,7 @@ class DGC(Strategy):
         moved.masked_fill_(reduced.sent() != 0, 0.0)  # 4
         if bucket.flat.device.type != "meta":
             keep_finite(moved)
-            await note(residual_square=squared_norm(left, bucket.step))
+            await note(residual_square=residual(left, bucket.step))
         return Reduced(reduced.mean, sound=reduced.sound)
 
     def _clipped(self, bucket: Bucket) -> torch.Tensor:

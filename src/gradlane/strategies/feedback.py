@@ -22,6 +22,7 @@ from .weighted import WeightedMean
 
 KEPT_IN = (torch.float32, torch.bfloat16)
 SAMPLE = 16_384  # elements looked at for the norm, at least
+HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 
 
 @dataclass
@@ -49,7 +50,7 @@ class ErrorFeedback(Strategy):
         owed, left = self.memory.turn(bucket)
         reduced = await settled(self.inner, replace(bucket, owed=owed, left=left))
         if bucket.flat.device.type != "meta":
-            await note(residual_square=squared_norm(left, bucket.step))
+            await note(residual_square=residual(left, bucket.step))
         return Reduced(reduced.mean, sound=reduced.sound)
 
 
@@ -101,17 +102,34 @@ class ErrorFeedback21(Strategy):
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
-        if all_finite(reduced.mean):
+        answer = mean + reduced.mean
+        if all_finite(answer):
+            mean_after.copy_(answer)
             torch.add(own, whole if reduced.sent is None else reduced.sent(), out=own_after)
-            return Reduced(bucket.flat.copy_(torch.add(mean, reduced.mean, out=mean_after)))
-        # All ranks see this, and all stay with what they had: mean remains the mean of what each one has.
-        own_after.copy_(own)
-        return Reduced(bucket.flat.copy_(mean_after.copy_(mean) + reduced.mean))
+            if not all_finite(own_after):  # it has passed the largest number, and the mean has not
+                own_after.nan_to_num_(nan=0.0)
+        else:  # all ranks see this, and stay with what they had: mean remains the mean of what each one has
+            mean_after.copy_(mean)
+            own_after.copy_(own)
+        return Reduced(bucket.flat.copy_(answer))
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""
         state = super().carried(saved, rank, world)
         return {**state, "own": state["mean"]} if "mean" in state else state
+
+
+def residual(owed: Tensor, step: int) -> Tensor:
+    """The squared norm of what is owed, for the metrics; less what is too large ever to be sent.
+
+    One gradient of 3e38 can leave so much that every product with it is infinite, in this step and in all
+    that follow: nothing would be finite again. Where that is so the norm is infinite too.
+    """
+    square = squared_norm(owed, step)
+    if torch.isfinite(square):
+        return square
+    owed.masked_fill_(owed.abs() > HOPELESS, 0.0)
+    return squared_norm(owed, step)
 
 
 def squared_norm(owed: Tensor, step: int) -> Tensor:
