@@ -100,7 +100,7 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
 def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
     if manifest.strategy != subject.text:
         raise InvalidValue(
-            f"it was saved by {manifest.strategy}, this attachment runs {subject.text}; attach the strategy "
+            f"it was saved by {manifest.strategy}, this run has {subject.text}; begin with the strategy "
             "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"
         )
     theirs, own = list(map(str, manifest.parameters)), list(map(str, subject.parameters))
