@@ -11,7 +11,8 @@ from .aggregate.krum import Bulyan, Krum, MultiKrum
 from .aggregate.mean import mean
 from .aggregate.middle import Median, NearMedian, TrimmedMean
 from .aggregate.mixing import NNM
-from .aggregate.rule import GramRule, Mixture, RowRule, Rule
+from .aggregate.mixture import Mixture
+from .aggregate.rule import GramRule, RowRule, Rule
 from .aggregate.watch import Watch
 from .attachment import Attachment
 from .codecs.base import Codec
@@ -33,6 +34,8 @@ from .end import shutdown
 from .errors import (
     GradlaneError,
     InvalidValue,
+    NonFinite,
+    NotSaved,
     PeerFailed,
     PeerLost,
     RanksDisagree,
@@ -96,7 +99,9 @@ __all__ = [
     "MultiKrum",
     "Natural",
     "NearMedian",
+    "NonFinite",
     "Noop",
+    "NotSaved",
     "Payload",
     "PeerFailed",
     "PeerLost",

@@ -16,6 +16,9 @@ from .attachment import Attachment, as_strategy
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
 from .lane.base import DEFAULT_TIMEOUT, completed_future
+from .lane.drift import checked_every
+from .lane.guard import Policy, checked_policy
+from .lane.scaled import Scaler, checked_scaler
 from .report.sink import Observer
 
 
@@ -58,6 +61,9 @@ def attach(
     observer: Observer | Iterable[Observer] | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
+    nonfinite: Policy = "skip",
+    scaler: Scaler | None = None,
+    verify_every: int | None = None,
 ) -> Attachment:
     """Let a strategy carry the gradients of a DDP model, on the model's own process group.
 
@@ -72,6 +78,14 @@ def attach(
             ``JsonLines(path)``; or a list of them.
         timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error.
         ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
+        nonfinite: what to do in a step whose mean gradient has NaN or infinity in it. "skip": all ranks skip
+            it, with a warning; memory is as before, and optimizers of torch leave this model alone; more than
+            10 in a row raise. "raise": ``NonFinite`` on all ranks. "propagate": as plain DDP, nobody looks.
+            The first two keep a second copy of what the strategy remembers, to go back to.
+        scaler: the ``torch.amp.GradScaler`` of the loss, so that what is remembered is not in units of a
+            scale that changes. Not needed for strategies that remember nothing.
+        verify_every: compare a hash of the weights, and of what the strategy keeps alike on all ranks, every
+            so many steps; ``RanksDisagree`` on all ranks names those that differ.
     """
     _check_model(ddp)
     strategy = as_strategy(strategy)
@@ -86,7 +100,10 @@ def attach(
             "ever; build the DDP model anew, or do not register that hook"
         )
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    attachment = Attachment(ddp, strategy, observer, seconds, ranks_per_node)
+    attachment = Attachment(
+        ddp, strategy, observer, seconds, ranks_per_node, checked_policy(nonfinite), checked_scaler(scaler),
+        checked_every(verify_every),
+    )  # fmt: skip
     if port is None:
         port = _ports[ddp] = _Port()
         ddp.register_comm_hook(port, gradlane_hook)

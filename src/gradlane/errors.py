@@ -23,8 +23,16 @@ class WrongState(GradlaneError, RuntimeError):
     """A call at the wrong time: before ``init_process_group``, twice, after ``close``."""
 
 
+class NotSaved(GradlaneError, OSError):
+    """A rank could not write its part of a checkpoint; the one that was there before is as it was."""
+
+
 class RanksDisagree(GradlaneError, RuntimeError):
     """Ranks differ in something that must agree, or ask for different collectives."""
+
+
+class NonFinite(GradlaneError, ArithmeticError):
+    """A mean gradient has NaN or infinity in it; raised on all ranks, memory as before the step."""
 
 
 class PeerFailed(GradlaneError, RuntimeError):

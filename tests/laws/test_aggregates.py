@@ -1,5 +1,8 @@
 """Aggregates get every rank's row, in rank order, and answer for all of them."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
@@ -66,6 +69,19 @@ def test_only_the_mean_divides_by_those_who_have_not_joined(aggregate, expected)
     for rank, answer in zip(ranks, answers, strict=True):
         assert rank.resume(answer) is None
         assert rank.reduced.mean.tolist() == [expected] * 8
+
+
+@both
+@pytest.mark.parametrize("rule", [gl.Median(), gl.TrimmedMean(1), gl.NearMedian(2)], ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_rules_in_an_exchange_answer_nan_where_a_rank_has_one(make, rule, order):
+    """A NaN has no place in an order: sorted with the others it could bring any of them to the middle."""
+    rows = torch.tensor([[1.0, math.nan, 2.0], [2.0, 1e30, 1e30], [3.0, 1.0, math.inf], [4.0, 2.0, 3.0]])
+    given = [{"w": rows[place].repeat(30)} for place in order]
+    answer = gl.Simulation(make(gl.Raw(), rule), world=4).step(given)[0]["w"].view(30, 3)
+    assert answer[:, 0].isfinite().all()
+    assert answer[:, 1].isnan().all()
+    assert not answer[:, 2].isnan().any()  # inf is larger than all
 
 
 @both

@@ -262,6 +262,8 @@ def test_a_budget_that_cannot_be_kept_is_told_in_figures():
     ):
         gl.dry_run(gl.PowerSGD(budget=0.1), shapes, world=2)
     assert gl.dry_run(gl.PowerSGD(budget=0.28), shapes, world=2).payload_elements == 140
+    with pytest.raises(gl.InvalidValue, match=r"allows 8 of 9 elements.*; leave the budget out, or give"):
+        gl.dry_run(gl.PowerSGD(budget=0.9), {"b": (9,)}, world=2)  # no budget below 1 would do
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_a_budget_that_cannot_be_kept_is_told_in_figures():
         ({"budget": 0}, "budget=0; use a share of the gradient's elements between 0 and 1"),
         ({"budget": 1.5}, "budget=1.5"),
         ({"budget": math.nan}, "budget=nan"),
-        ({"budget": 0.1, "every": 0}, "every=0; use 1 step or more"),
+        ({"budget": 0.1, "every": 0}, "every=0; use a whole number from 1 up"),
     ],
 )
 def test_options_are_refused_at_once(options, message):

@@ -1,11 +1,13 @@
 """What error feedback owes and what it has sent are the gradients, always."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 import gradlane as gl
+from gradlane.strategies.feedback import settled
 
 from ..catalogue import OWING, STRATEGIES
 from .test_laws import SHAPES, gradients, simulation
@@ -37,6 +39,43 @@ def test_sent_and_owed_add_up_to_the_gradients(name, bucket_bytes):
         torch.testing.assert_close(world * sent[key] + owed[key], total[key], rtol=slack, atol=slack)
 
 
+class TwoBuffers(gl.Strategy):
+    """Error feedback whose new debt goes to a buffer of its own, with anything in it before."""
+
+    def __init__(self, feedback):
+        self.inner, self.memory = feedback.inner, feedback.memory
+
+    async def reduce(self, bucket):
+        owed = self.memory.like(bucket)
+        before, left = owed.clone(), torch.full_like(owed, torch.nan)
+        mean = await settled(self.inner, dataclasses.replace(bucket, owed=owed, left=left))
+        assert torch.equal(owed, before)
+        owed.copy_(left)
+        return gl.Reduced(mean)
+
+
+@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_new_debt_beside_the_old_one_has_the_same_bits(name, world, dtype):
+    in_place = simulation(name, world)
+    apart = gl.Simulation(TwoBuffers(STRATEGIES[name]()), world=world)
+    for step in range(6):
+        mine = gradients(world, step, dtype)
+        if step in (2, 3):  # in a matrix, and beside it
+            mine[step % 2]["a.weight" if step == 2 else "a.bias"].view(-1)[3] = torch.inf
+        expected = in_place.step([dict(own) for own in mine])
+        found = apart.step([dict(own) for own in mine])
+        for key in SHAPES:
+            assert same(found[0][key], expected[0][key])
+            for one, other in zip(in_place.strategies, apart.strategies, strict=True):
+                assert same(one.memory.state_dict()[key], other.memory.state_dict()[key])
+
+
+def same(x, y):
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(nan=0), y.nan_to_num(nan=0))
+
+
 def test_with_server_feedback_too():
     world, steps = 4, 8
     shapes = {"w": (300,)}
@@ -48,7 +87,8 @@ def test_with_server_feedback_too():
         total += sum(own["w"].double() for own in mine)
         sent += ranks.step(mine)[0]["w"].double()
     workers = sum(strategy.memory.state_dict()["w"].double() for strategy in ranks.strategies)
-    servers = torch.cat([next(iter(s.inner.server.state_dict().values())) for s in ranks.strategies])[:300]
+    shards = [next(iter(s.inner.server.state_dict().values()))["shard"] for s in ranks.strategies]
+    servers = torch.cat(shards)[:300]
     assert servers.count_nonzero() > 0
     torch.testing.assert_close(world * (sent + servers.double()) + workers, total, rtol=1e-5, atol=1e-4)
 

@@ -12,6 +12,10 @@ from ..reference.powersgd import PlainAcpSGD, PlainPowerSGD
 KINDS = (gl.PowerSGD, gl.AcpSGD)
 
 
+def iterated(rank):
+    return gl.PowerSGD(rank, iterations=3)
+
+
 def noise(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
@@ -181,7 +185,16 @@ def test_one_bad_step_is_seen_and_leaves_no_trace(kind, bad):
         assert all(value.isfinite().all() for value in answers[1].values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-25, 1.0, 1e25, 1e37])
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_how_large_a_gradient_is_does_not_matter(iterations, scale):
+    low = noise(40, 2, dtype=torch.float32) @ noise(2, 60, seed=1, dtype=torch.float32)
+    low *= scale / low.abs().max()
+    answer = gl.Simulation(gl.PowerSGD(2, iterations=iterations), world=2).step([{"w": low}] * 2)[0]["w"]
+    assert (answer.double() - low.double()).norm() < 1e-5 * low.double().norm()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, iterated])
 @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-25, 1e18, 1e37])
 def test_zero_denormal_and_huge_gradients_leave_it_able_to_learn(kind, scale):
     ranks = gl.Simulation(gl.ErrorFeedback(kind(2)), world=2)
@@ -195,6 +208,22 @@ def test_zero_denormal_and_huge_gradients_leave_it_able_to_learn(kind, scale):
     for _ in range(6):
         answer = again.step([{"w": low}, {"w": low}])[0]["w"]
     assert (answer - low).norm() < 0.2 * low.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_is_good_for_gradients_of_another_width(kind):
+    shapes = {"w": (20, 30), "b": (20,)}
+    narrow, wide = (gl.Simulation(gl.ErrorFeedback(kind(2)), world=2) for _ in range(2))
+    narrow.step(given(2, 0, shapes, torch.float32))
+    wide.steps = 1
+    for old, new in zip(narrow.strategies, wide.strategies, strict=True):
+        new.load_state_dict(old.state_dict())
+    for step in (1, 2, 3):
+        mine = given(2, step, shapes, torch.float32)
+        as_before = narrow.step(mine)[0]
+        found = wide.step([{name: value.double() for name, value in own.items()} for own in mine])[0]
+        for name, value in found.items():
+            torch.testing.assert_close(value, as_before[name].double(), rtol=0, atol=1e-4)
 
 
 def test_the_whole_bucket_as_one_matrix():
@@ -233,6 +262,22 @@ RESNET18 = {
 }  # fmt: skip
 
 
+LSTM = {
+    "encoder": (28_869, 650), **{f"{kind}{n}": (2600, 650) for kind in ("ih", "hh") for n in range(3)},
+    "bias": (28_869,), **{f"bias {kind}{n}": (2600,) for kind in ("ih", "hh") for n in range(3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("bucket_bytes", [None, 25_000_000])
+def test_a_language_model_sends_what_the_paper_prints(rank, bucket_bytes):
+    """The paper's other task; the decoder's weights are the encoder's."""
+    trace = gl.dry_run(gl.PowerSGD(rank), LSTM, world=16, bucket_bytes=bucket_bytes)
+    vectors = 28_869 + 6 * 2600
+    assert trace.payload_elements == vectors + rank * (28_869 + 650 + 6 * (2600 + 650))
+    assert round(trace.raw_bytes / trace.payload_bytes) == {1: 310, 2: 203, 4: 120}[rank]
+
+
 @pytest.mark.parametrize(("rank", "elements", "rate"), [(1, 45_935, 243), (2, 82_260, 136), (4, 154_910, 72)])
 def test_a_resnet18_sends_what_the_paper_prints(rank, elements, rate):
     assert sum(math.prod(shape) for shape in RESNET18.values()) == 11_173_962
@@ -253,7 +298,13 @@ def test_a_resnet18_sends_what_the_paper_prints(rank, elements, rate):
         (lambda: gl.PowerSGD({"a": -1}), gl.InvalidValue, r"rank\['a'\]=-1"),
         (lambda: gl.PowerSGD({1: 1}), gl.WrongType, "has the key 1"),
         (lambda: gl.PowerSGD(min_compression_rate=-2), gl.InvalidValue, "min_compression_rate=-2"),
-        (lambda: gl.PowerSGD(iterations=0), gl.InvalidValue, "iterations=0; use 1 or more"),
+        (lambda: gl.PowerSGD(iterations=0), gl.InvalidValue, "iterations=0; use a whole number from 1 up"),
+        (lambda: gl.PowerSGD(iterations=1.5), gl.InvalidValue, r"iterations=1\.5; use a whole number"),
+        (lambda: gl.PowerSGD(every=2.5), gl.InvalidValue, r"every=2\.5; use a whole number"),
+        (lambda: gl.PowerSGD(seed="x"), gl.InvalidValue, "PowerSGD seed='x'; use a whole number from 0 up"),
+        (lambda: gl.AcpSGD(seed=1.5), gl.InvalidValue, r"AcpSGD seed=1\.5"),
+        (lambda: gl.PowerSGD(min_compression_rate="2"), gl.InvalidValue, "min_compression_rate='2'; use a n"),
+        (lambda: gl.PowerSGD(budget="0.1"), gl.InvalidValue, "budget='0.1'; use a share"),
         (lambda: gl.PowerSGD(view="square"), gl.InvalidValue, "view='square'; use one of tensor, bucket"),
         (lambda: gl.PowerSGD(owes="all"), gl.InvalidValue, "owes='all'"),
         (lambda: gl.AcpSGD(0), gl.InvalidValue, "AcpSGD rank=0"),

@@ -1,5 +1,6 @@
 """What Private promises: a bound on every worker, noise that nobody can draw again, and a true ledger."""
 
+import dataclasses
 import io
 import math
 
@@ -214,7 +215,15 @@ def test_fp16_on_the_wire_is_refused():
     with pytest.raises(gl.InvalidValue, match="use bfloat16"):
         gl.Private(gl.Cast(gl.Mean(), torch.float16), 1.0, 1.0)
     with pytest.raises(gl.InvalidValue, match="use bfloat16"):
-        gl.Simulation(gl.Cast(gl.Private(gl.Mean(), 1.0, 1.0), torch.float16), world=2).step(gradients(2))
+        gl.Cast(gl.Cast(gl.Private(gl.Mean(), 1.0, 1.0), torch.float32), torch.float16)
+
+    class Narrows(gl.Strategy):
+        async def reduce(self, bucket):
+            narrow = dataclasses.replace(bucket, wire=torch.float16)
+            return await gl.Private(gl.Mean(), 1.0, 1.0).reduce(narrow)
+
+    with pytest.raises(gl.InvalidValue, match="use bfloat16"):
+        gl.Simulation(Narrows(), world=2).step(gradients(2))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +235,9 @@ def test_fp16_on_the_wire_is_refused():
         ({"clip": 1.0, "noise": math.nan}, "noise=nan"),
         ({"clip": 1.0, "noise": 1.0, "sampling": 0.0}, "sampling=0.0"),
         ({"clip": 1.0, "noise": 1.0, "sampling": 1.5}, "sampling=1.5"),
+        ({"clip": "1", "noise": 1.0}, "clip='1'; use a norm above 0"),
+        ({"clip": 1.0, "noise": None}, "noise=None; use a multiple of clip"),
+        ({"clip": 1.0, "noise": 1.0, "sampling": "x"}, "sampling='x'; use a probability"),
     ],
 )
 def test_options_out_of_range(options, message):

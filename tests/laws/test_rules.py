@@ -173,7 +173,7 @@ def test_too_few_ranks_are_refused_before_anything_is_sent(rule, world, message)
         (lambda: gl.Sharded(gl.Raw(), gl.Krum(1)), gl.WrongType, r"write Combined\(Krum\(f=1\)\)"),
         (lambda: gl.Gathered(gl.Raw(), gl.AdaSum()), gl.WrongType, r"write Combined\(AdaSum\(\)\)"),
         (lambda: gl.Krum(-1), gl.InvalidValue, "Krum f=-1 is not possible; use 0 or more"),
-        (lambda: gl.TrimmedMean(0.1), gl.WrongType, "trim is a float; give a number of ranks"),
+        (lambda: gl.TrimmedMean(0.1), gl.WrongType, "trim is a float; give a whole number"),
         (lambda: gl.TrimmedMean(True), gl.WrongType, "trim is a bool"),
         (lambda: gl.MultiKrum(1, m=0), gl.InvalidValue, "m=0 is not possible; use 1 or more"),
         (lambda: gl.NNM(1, then=gl.Median), gl.WrongType, r"then=Median is not a rule; write NNM\(1, then="),
@@ -181,6 +181,14 @@ def test_too_few_ranks_are_refused_before_anything_is_sent(rule, world, message)
         (lambda: gl.CenteredClipping(0.0), gl.InvalidValue, "tau=0.0 is not possible"),
         (lambda: gl.CenteredClipping("1"), gl.WrongType, "tau is a str"),
         (lambda: gl.GeometricMedian(smoothing=0), gl.InvalidValue, "smoothing=0 is not possible"),
+        (lambda: gl.GeometricMedian(smoothing="x"), gl.InvalidValue, "smoothing='x' is not possible"),
+        (
+            lambda: gl.GeometricMedian(iterations="3"),
+            gl.WrongType,
+            "iterations is a str; give a whole",
+        ),
+        (lambda: gl.Watch(factor="x"), gl.InvalidValue, "factor='x' would name honest ranks"),
+        (lambda: gl.Watch(patience=1.5), gl.WrongType, "patience is a float; give a whole number"),
         (lambda: gl.Combined(gl.Median), gl.WrongType, "got the class Median"),
         (lambda: gl.Combined(gl.Int8()), gl.WrongType, "cannot be called"),
         (
@@ -219,6 +227,24 @@ def test_a_cast_narrows_gradients_and_not_inner_products():
     ranks = gl.Simulation(gl.Cast(gl.Combined(gl.Krum(1)), torch.bfloat16), world=5)
     answer = ranks.step([as_gradients(row) for row in rows])[0]
     torch.testing.assert_close(answer["b"], rows[1, 200:233], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 16, 8])
+def test_one_rule_for_whole_vectors_sees_all_that_is_routed_to_it(bucket_bytes):
+    """Whatever shares a bucket: several patterns that lead to it are no reason to decide in parts."""
+    rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    same = gl.Combined(gl.Krum(1))
+    route = gl.Route({"a": same, "b": gl.Mean(), "c": same}, otherwise=same)
+    ranks = gl.Simulation(route, world=5, bucket_bytes=bucket_bytes)
+    answer = ranks.step([{name: row[2 * i : 2 * i + 2] for i, name in enumerate("abcd")} for row in rows])[0]
+    judged = rows[:, [0, 1, 4, 5, 6, 7]]
+    found = torch.cat([answer[name] for name in "acd"])
+    assert torch.equal(found, combined_rows(gl.Krum(1), judged))
+    torch.testing.assert_close(answer["b"], rows[:, 2:4].mean(0))
+
+
+def combined_rows(rule, rows):
+    return gl.Simulation(gl.Combined(rule), world=len(rows)).step([{"w": row} for row in rows])[0]["w"]
 
 
 def test_two_rules_for_whole_vectors_do_not_mix():

@@ -46,6 +46,18 @@ def test_uneven_micro_batches_are_one_process(inner):
         assert [count.count for count in counts] == [0] * 4
 
 
+def test_one_count_serves_all_patterns_of_a_route():
+    weighted = []
+    for count in (2, 6):
+        tokens = gl.TokenCount()
+        tokens.mean_of(torch.tensor(1.0, requires_grad=True), count)
+        weighted.append(gl.WeightedMean(tokens))
+    ranks = gl.Simulation([gl.Route({"a": own}, otherwise=own) for own in weighted])
+    given = [{"a": torch.full((2,), value), "b": torch.full((2,), value)} for value in (0.0, 4.0)]
+    answer = ranks.step(given)[0]  # gradients of sums over the first count of each: 0 and 4 * 6
+    assert answer["a"].tolist() == answer["b"].tolist() == [3.0, 3.0]
+
+
 def test_in_a_step_of_one_batch_the_loss_is_its_mean():
     tokens = gl.TokenCount()
     total = torch.tensor(12.0, requires_grad=True)

@@ -139,7 +139,7 @@ def test_with_feedback_inside_sent_and_owed_add_up_however_the_weights_change(lo
 
 @pytest.mark.parametrize("feedback", [gl.ErrorFeedback, gl.ErrorFeedback21])
 def test_feedback_outside_is_refused_with_the_way_out(feedback):
-    with pytest.raises(gl.InvalidValue, match=rf"write|inside: WeightedMean\(weight, {feedback.__name__}"):
+    with pytest.raises(gl.InvalidValue, match=rf"put it inside: WeightedMean\(weight, {feedback.__name__}"):
         feedback(gl.Cast(gl.WeightedMean(1.0), torch.bfloat16))
 
     class Asks(gl.Strategy):
@@ -155,10 +155,22 @@ def test_feedback_outside_is_refused_with_the_way_out(feedback):
 def test_what_is_no_mean_is_refused():
     with pytest.raises(gl.InvalidValue, match="the Sharded inside it takes another aggregate"):
         gl.WeightedMean(1.0, gl.Cast(gl.Sharded(gl.Raw(), lambda rows: rows[0]), torch.bfloat16))
+    for rule in (gl.Median(), gl.mean):
+        with pytest.raises(gl.InvalidValue, match="Combined inside WeightedMean would leave ranks out"):
+            gl.WeightedMean(1.0, gl.Combined(rule))
     with pytest.raises(gl.InvalidValue, match="multiply the weights"):
         gl.WeightedMean(1.0, gl.WeightedMean(2.0))
     with pytest.raises(gl.WrongType, match="wraps a strategy, got Int8"):
         gl.WeightedMean(1.0, gl.Int8())
+
+
+@pytest.mark.parametrize("weight", ["3", True, None, [1.0]])
+def test_weights_that_are_no_numbers_are_refused(weight):
+    with pytest.raises(gl.WrongType, match=f"weight is a {type(weight).__name__}; give a number"):
+        gl.WeightedMean(weight)
+    ranks = gl.Simulation(gl.WeightedMean(lambda: weight), world=2)
+    with pytest.raises(gl.WrongType, match=f"weight is a {type(weight).__name__}; give a number"):
+        ranks.step(gradients(2))
 
 
 @pytest.mark.parametrize("weight", [1e13, 1e-13, 3e38])
@@ -208,7 +220,7 @@ def test_a_rank_that_boasts_counts_for_the_most_and_no_more():
 
 
 def test_a_most_that_cannot_be_is_refused():
-    for most in (0.0, -1.0, 1.1, math.nan):
+    for most in (0.0, -1.0, 1.1, math.nan, "0.5", True):
         with pytest.raises(gl.InvalidValue, match="above 0 and at most 1"):
             gl.WeightedMean(1.0, most=most)
     with pytest.raises(gl.InvalidValue, match=r"most=0.3 is not possible with 3 ranks.*use at least 1/3"):

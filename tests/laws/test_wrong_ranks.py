@@ -144,6 +144,19 @@ def test_who_stays_far_is_named_with_the_step_it_began_and_when_it_is_back(rule,
     assert told[2] == "rank 2 is back among the others since step 12"
 
 
+@both_kinds
+@pytest.mark.parametrize("bucket_bytes", [None, 160])
+def test_who_is_not_finite_is_named_once_for_each_time_it_begins(rule, bucket_bytes, caplog):
+    def wrong(step, given):
+        if 2 <= step < 6 or step == 9:
+            given[3]["a"][0] = given[3]["b"][0] = math.nan
+
+    told, _ = watched(rule, wrong, 12, caplog=caplog, bucket_bytes=bucket_bytes)
+    assert told == [  # each by ranks 0 and 3
+        f"rank 3 sent values that are not finite in step {step} and is left out" for step in (2, 2, 9, 9)
+    ]
+
+
 def test_a_short_episode_is_not_named(caplog):
     def wrong(step, given):
         if step % 4 != 3:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane import compat
+from gradlane.compat.wrappers import translations
 from gradlane.local import run_ranks
 
 from ..training import build, data, flat, replicas_equal, same, train
@@ -202,3 +203,21 @@ def many_steps(rank, how):
 @pytest.mark.parametrize("how", ["compat fp16", "compat bf16(allreduce)"])
 def test_replicas_stay_equal(how):
     assert run_ranks(many_steps, 3, how) == [True] * 3
+
+
+def test_a_wrapped_hook_that_is_dropped_is_forgotten():
+    before = len(translations)
+    kept = compat.fp16_compress_wrapper(compat.allreduce_hook)
+    for _ in range(5):
+        compat.bf16_compress_wrapper(kept)
+    assert len(translations) == before + 1
+
+
+def test_any_callable_can_be_wrapped():
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, state, bucket):
+            raise AssertionError
+
+    assert callable(compat.fp16_compress_wrapper(Unhashable()))

@@ -129,6 +129,27 @@ def logged(rank):
     return handler.lines, first, state.compression_stats(), sum(p.numel() for p in ddp.parameters()) - 3
 
 
+def set_before_training(rank):
+    """Options count as they are when training begins."""
+    state = soon()
+    state.start_powerSGD_iter = 4
+    ddp = hooked(state, compat.powerSGD_hook)
+    stepping(ddp, rank, range(4))
+    dense = state.compression_stats()
+    stepping(ddp, rank, range(4, 6))
+    wrong = soon()
+    wrong.start_powerSGD_iter = 1
+    with pytest.raises(gl.InvalidValue, match="start_powerSGD_iter=1 with use_error_feedback"):
+        stepping(hooked(wrong, compat.powerSGD_hook), rank, range(1))
+    return dense, state.compression_stats()[0]
+
+
+def test_options_may_be_set_until_training_begins():
+    for dense, rate in run_ranks(set_before_training, 2):
+        assert dense == (0, 0, 0)
+        assert rate > 3
+
+
 def test_statistics_and_their_lines_in_the_log():
     for lines, (rate, before, after), total, numel in run_ranks(logged, 2):
         assert [line.split(":")[0] for line in lines] == [f"PowerSGD, iteration {n}" for n in (2, 5, 8)]

@@ -241,7 +241,7 @@ def resuming(rank, path):
 def test_resume_is_bit_identical(tmp_path):
     for equal, keys in run_ranks(resuming, 2, str(tmp_path)):
         assert equal
-        assert keys == ["format", "state", "step", "strategy"]
+        assert keys == ["format", "layout", "state", "step", "strategy"]
 
 
 def bad_states(rank):
@@ -250,7 +250,7 @@ def bad_states(rank):
         good = attachment.state_dict()
         for change, message in [
             ({"strategy": "Noop()"}, r"saved by Noop\(\), this attachment runs Mean\(\)"),
-            ({"format": 99}, "format 99, this version reads 1"),
+            ({"format": 99}, "format 99, this version reads 1 and 2"),
             ({"step": -1}, "step -1; a step is a number from 0 on"),
             ({"state": {"memory": {}}}, "Mean has no state called memory"),
         ]:

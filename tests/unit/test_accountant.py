@@ -63,8 +63,9 @@ def test_the_ends():
     for delta in (0, 1, -1e-5, math.nan):
         with pytest.raises(gl.InvalidValue, match=r"delta=.*such as 1e-5"):
             epsilon_of(1.0, 1.0, 1, delta)
-    with pytest.raises(gl.InvalidValue, match="steps=-1"):
-        epsilon_of(1.0, 1.0, -1, 1e-5)
+    for steps in (-1, 2.5):
+        with pytest.raises(gl.InvalidValue, match=f"steps={steps}; use a whole number"):
+            epsilon_of(1.0, 1.0, steps, 1e-5)
 
 
 @pytest.mark.parametrize(

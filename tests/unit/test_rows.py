@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from gradlane.errors import InvalidValue
 from gradlane.kernels import native, rows
 
 from ..reference import aggregate as slow
@@ -21,6 +22,26 @@ def level(request, monkeypatch):
 
 def normal(ranks, count):
     return torch.randn(ranks, count, generator=torch.Generator().manual_seed(ranks))
+
+
+def middle(given, low, high):
+    out = torch.full(given.shape[1:], 7.0)
+    rows.mean_of_sorted(given, low, high, out)
+    return out
+
+
+def near_middle(given, keep):
+    out = torch.full(given.shape[1:], 7.0)
+    rows.mean_near_middle(given, keep, out)
+    return out
+
+
+@pytest.mark.parametrize("out", [torch.zeros(9), torch.zeros(10).double(), torch.zeros(20)[::2]], ids=str)
+def test_an_answer_that_does_not_fit_is_refused(out):
+    for act in (lambda: rows.mean_of_sorted(normal(3, 10), 1, 2, out),
+                lambda: rows.mean_near_middle(normal(3, 10), 1, out)):  # fmt: skip
+        with pytest.raises(InvalidValue, match=r"it must be contiguous torch.float32 \[10\]"):
+            act()
 
 
 @pytest.mark.parametrize("ranks", range(1, 13))
@@ -43,9 +64,7 @@ def test_means_of_the_middle(level, ranks):
         before = given.clone()
         for low, high in {(0, ranks), (ranks // 3, ranks - ranks // 3), (ranks - 1, ranks)}:
             exact = given.double().sort(0).values[low:high].mean(0)
-            torch.testing.assert_close(
-                rows.mean_of_sorted(given, low, high).double(), exact, rtol=0, atol=2e-6
-            )
+            torch.testing.assert_close(middle(given, low, high).double(), exact, rtol=0, atol=2e-6)
         assert torch.equal(given, before)
 
 
@@ -55,7 +74,7 @@ def test_means_near_the_middle(level, ranks):
     given = normal(ranks, 300).mul(8).round().div(8)  # with many that are equal, and equally near
     for keep in range(1, ranks + 1):
         exact = slow.near_median(given.double(), keep)
-        torch.testing.assert_close(rows.mean_near_middle(given, keep).double(), exact, rtol=0, atol=2e-6)
+        torch.testing.assert_close(near_middle(given, keep).double(), exact, rtol=0, atol=2e-6)
 
 
 def test_all_levels_and_torch_give_the_same_bits(monkeypatch):
@@ -63,7 +82,7 @@ def test_all_levels_and_torch_give_the_same_bits(monkeypatch):
         given, found = normal(ranks, count), []
         for level in LEVELS:
             monkeypatch.setenv(native.VARIABLE, level)
-            found.append((rows.mean_of_sorted(given, 1, ranks), rows.mean_near_middle(given, ranks // 2)))
+            found.append((middle(given, 1, ranks), near_middle(given, ranks // 2)))
         assert all(torch.equal(a, b) for other in found for a, b in zip(found[0], other, strict=True))
 
 
@@ -104,7 +123,7 @@ def test_threads_do_not_change_a_bit(level):
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append((rows.inner_products(given), rows.mean_of_sorted(given, 1, 3)))
+            found.append((rows.inner_products(given), middle(given, 1, 3)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .rule import GramRule, Mixture
+from .mixture import Mixture
+from .rule import GramRule
 
 
 @dataclass(frozen=True)

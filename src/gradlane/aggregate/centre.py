@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.numbers import is_number
 from ..errors import InvalidValue, WrongType
 from .distances import Majority
-from .rule import GramRule, Mixture, check_count
+from .mixture import Mixture
+from .rule import GramRule, check_count
 
 SETTLED = 1e-12  # the weights change less than that
 
@@ -31,8 +33,8 @@ class GeometricMedian(GramRule):
 
     def __post_init__(self) -> None:
         check_count(self, "iterations", least=1)
-        if not 0 < self.smoothing < math.inf:
-            raise InvalidValue(f"smoothing={self.smoothing} is not possible; use a positive number")
+        if not is_number(self.smoothing) or not 0 < self.smoothing < math.inf:
+            raise InvalidValue(f"smoothing={self.smoothing!r} is not possible; use a positive number")
 
     def check(self, ranks: int) -> None:
         """Any number of ranks has one."""
@@ -53,8 +55,8 @@ class GeometricMedian(GramRule):
 
 @dataclass(frozen=True)
 class CenteredClipping(GramRule):
-    """v + mean_i (g_i - v) min(1, tau / |g_i - v|), ``iterations`` times: nobody moves the centre by more
-    than tau / n.
+    """v + mean_i (g_i - v) min(1, tau / |g_i - v|), ``iterations`` times: in each nobody moves the centre by
+    more than tau / n.
 
     Karimireddy et al., 2021, "Learning from history for Byzantine robust optimization". ``tau`` is a
     length, in the gradient's own units; without it, the median distance from the centre in each iteration.
@@ -70,7 +72,7 @@ class CenteredClipping(GramRule):
         check_count(self, "iterations", least=1)
         if self.tau is None:
             return
-        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float):
+        if not is_number(self.tau):
             raise WrongType(f"tau is a {type(self.tau).__name__}; give a length, or leave it out")
         if not 0 < self.tau < math.inf:
             raise InvalidValue(f"tau={self.tau} is not possible; use a positive number, or leave it out")

@@ -8,15 +8,23 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
-from .rule import GramRule
+from .rule import GramRule, WritingRule
 
 Aggregate = Callable[[Tensor], Tensor]
 """From fp32 rows [world, n], row r being what rank r sent, to [n] in the same order of elements. The same
 rows must give the same bits everywhere. It may overwrite the rows. A rank that joined is a row of zeros."""
 
 
+def combine_into(aggregate: Aggregate, rows: Tensor, out: Tensor) -> None:
+    """What the aggregate makes of the rows, written into ``out``."""
+    if isinstance(aggregate, WritingRule) and out.dtype == torch.float32:
+        aggregate.write(rows, out)
+    else:
+        out.copy_(combined(aggregate, rows))
+
+
 def combined(aggregate: Aggregate, rows: Tensor) -> Tensor:
-    """What the aggregate makes of the rows."""
+    """The same as a tensor of its own, checked: it may be anybody's function."""
     world, count = rows.shape
     found: object = aggregate(rows)
     wanted = f"return float32[{count}] on {rows.device}, a number for each column"

@@ -10,15 +10,16 @@ from torch import Tensor
 from ..errors import InvalidValue
 from .distances import squared_distances
 from .middle import NearMedian
-from .rule import GramRule, Mixture, check_at_least, check_count, check_minority
+from .mixture import Mixture
+from .rule import GramRule, check_at_least, check_count, check_minority
 
 
 @dataclass(frozen=True)
 class Krum(GramRule):
     """The gradient of one rank: that whose n - f - 2 nearest others are nearest, in squares.
 
-    Blanchard et al., 2017, "Machine learning with adversaries". Needs n >= 2 f + 3. It uses one gradient of
-    n, so its noise is that of one rank.
+    Blanchard et al., 2017, "Machine learning with adversaries". Needs n >= 2 f + 3: the breakdown point is
+    (n - 3) / 2 of n. It uses one gradient of n, so its noise is that of one rank.
     """
 
     f: int
@@ -43,7 +44,8 @@ class MultiKrum(GramRule):
     After Blanchard et al., 2017, who count n - f - 2 neighbours. With one more, each of f wrong gradients
     has a right one among its neighbours when n > 2 f: far from all right ones it is never among the n - f
     nearest, so the breakdown point is 1/2. Needs n > 2 f and m <= n - f. How near to the mean of the right
-    ones it stays is another question; see Bareilles et al., 2026, "Byzantine machine learning: MultiKrum".
+    ones it stays is another question; see Bareilles et al., 2026, "Byzantine machine learning: MultiKrum and
+    an optimal notion of robustness".
     """
 
     f: int

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from ..kernels.rows import mean_near_middle, mean_of_sorted
-from .rule import RowRule, check_count
+from .rule import WritingRule, check_count
 
 
 @dataclass(frozen=True)
-class Median(RowRule):
+class Median(WritingRule):
     """The middle value of each element; with an even number of ranks the mean of the two in the middle.
 
     Yin et al., 2018, "Byzantine-robust distributed learning: towards optimal statistical rates". A minority
@@ -22,13 +22,13 @@ class Median(RowRule):
     def check(self, ranks: int) -> None:
         """Any number of ranks has a median."""
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def write(self, rows: Tensor, out: Tensor) -> None:
         ranks = len(rows)
-        return mean_of_sorted(rows, (ranks - 1) // 2, ranks // 2 + 1)
+        mean_of_sorted(rows, (ranks - 1) // 2, ranks // 2 + 1, out)
 
 
 @dataclass(frozen=True)
-class TrimmedMean(RowRule):
+class TrimmedMean(WritingRule):
     """The mean of each element without the ``trim`` largest and the ``trim`` smallest values.
 
     Yin et al., 2018, as ``Median``. Up to ``trim`` wrong ranks cannot leave the range of the others;
@@ -47,13 +47,13 @@ class TrimmedMean(RowRule):
                 f"trim={self.trim} leaves nothing of {ranks} ranks; use trim < {-(-ranks // 2)}"
             )
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def write(self, rows: Tensor, out: Tensor) -> None:
         self.check(len(rows))
-        return mean_of_sorted(rows, self.trim, len(rows) - self.trim)
+        mean_of_sorted(rows, self.trim, len(rows) - self.trim, out)
 
 
 @dataclass(frozen=True)
-class NearMedian(RowRule):
+class NearMedian(WritingRule):
     """The mean of the ``keep`` values that are nearest to the median of each element: Bulyan's second
     half."""
 
@@ -66,6 +66,6 @@ class NearMedian(RowRule):
         if self.keep > ranks:
             raise InvalidValue(f"keep={self.keep} is more than {ranks} ranks; use {ranks} or less")
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def write(self, rows: Tensor, out: Tensor) -> None:
         self.check(len(rows))
-        return mean_near_middle(rows, self.keep)
+        mean_near_middle(rows, self.keep, out)

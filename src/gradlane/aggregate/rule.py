@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from ..core.numbers import is_whole
 from ..errors import InvalidValue, WrongType
 
-BLOCK = 8192  # columns of which mixed rows stay in the cache
+if TYPE_CHECKING:
+    from .mixture import Mixture
 
 
 class Rule(ABC):
@@ -35,8 +36,8 @@ class Rule(ABC):
 class RowRule(Rule):
     """A rule that looks at each element by itself, and so needs no more than a shard of each rank.
 
-    It is an aggregate as well: ``Sharded(Raw(), Median())``. The rows must be finite, which ``Combined``
-    sees to.
+    It is an aggregate as well: ``Sharded(Raw(), Median())``. The rows must be finite. ``Combined`` leaves
+    out ranks that are not; ``Sharded`` and ``Gathered`` answer NaN for an element that is NaN on any rank.
     """
 
     @abstractmethod
@@ -44,24 +45,17 @@ class RowRule(Rule):
         """From finite fp32 rows [ranks, n] to [n]."""
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The answer of a rule that knows the whole gradients by their inner products only."""
+class WritingRule(RowRule):
+    """A rule for elements that writes its answer where it is wanted, and so allocates nothing."""
 
-    weights: Tensor
-    """fp64 [m, ranks]: the rows that come out, as linear combinations of the ranks'."""
-    then: RowRule | None = None
-    """What makes one of them, element by element; None where m is 1."""
+    def __call__(self, rows: Tensor) -> Tensor:
+        out = rows.new_empty(rows.shape[1])
+        self.write(rows, out)
+        return out
 
-    def applied(self, rows: Tensor) -> Tensor:
-        """From fp32 rows [ranks, n] to [n]."""
-        weights = self.weights.to(rows)
-        if self.then is None:
-            return torch.mv(rows.t(), weights[0])
-        answer = rows.new_empty(rows.shape[1])
-        for start in range(0, len(answer), BLOCK):
-            answer[start : start + BLOCK] = self.then(weights @ rows[:, start : start + BLOCK])
-        return answer
+    @abstractmethod
+    def write(self, rows: Tensor, out: Tensor) -> None:
+        """From finite fp32 rows [ranks, n] into fp32 ``out`` [n]."""
 
 
 class GramRule(Rule):
@@ -75,8 +69,8 @@ class GramRule(Rule):
 def check_count(rule: object, name: str, least: int = 0) -> None:
     """That the option is a whole number, and not below its least value."""
     value = getattr(rule, name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WrongType(f"{_called(rule)} {name} is a {type(value).__name__}; give a number of ranks")
+    if not is_whole(value):
+        raise WrongType(f"{_called(rule)} {name} is a {type(value).__name__}; give a whole number")
     if value < least:
         raise InvalidValue(f"{_called(rule)} {name}={value} is not possible; use {least} or more")
 

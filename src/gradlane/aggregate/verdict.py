@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
-from .combine import Aggregate, combined
+from .combine import Aggregate, combine_into
 from .distances import squared_distances
-from .rule import GramRule, Mixture, Rule
+from .mixture import Mixture, Room
+from .rule import GramRule, Rule
 
 LEAST_SCALE = 1e-6  # of the norms: ranks that are closer than that are the same
 
@@ -33,17 +34,18 @@ class Verdict:
         """Of a rule for whole vectors."""
         return self.rule.mixture(self.gram) if isinstance(self.rule, GramRule) and self.heard else None
 
-    def answer(self, rows: Tensor) -> Tensor:
-        """One row of all ranks' rows, or of a part of each. Where nobody sent finite values it is not
-        finite."""
+    def answer(self, rows: Tensor, out: Tensor, room: Room) -> None:
+        """One row of all ranks' rows, or of a part of each, into ``out``. Where nobody sent finite values it
+        is not finite. ``room`` gives memory to work in."""
         if not self.heard:
-            return torch.full_like(rows[0], torch.nan)
+            out.fill_(torch.nan)
+            return
         if len(self.heard) < len(rows):
             rows = rows[list(self.heard)]
-        if self.mixture is None:
-            assert not isinstance(self.rule, GramRule)
-            return combined(self.rule, rows)  # type: ignore[arg-type]  # a rule that is no GramRule is one
-        return self.mixture.applied(rows)
+        if self.mixture is not None:
+            self.mixture.write(rows, out, room)
+        else:
+            combine_into(self.rule, rows, out)  # type: ignore[arg-type]  # a rule that is no GramRule
 
     @cached_property
     def distances(self) -> Tensor:

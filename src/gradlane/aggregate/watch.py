@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.across import Shared
+from ..core.numbers import is_number
 from ..errors import InvalidValue
 from ..log import log
 from .mean import mean
@@ -21,7 +23,7 @@ FEWEST = 3  # of two nobody can say which is the outlier
 
 
 @dataclass
-class Watch:
+class Watch(Shared):
     """Warns of a rank that has been an outlier for ``patience`` steps in a row, and when it is back.
 
     An outlier has a median distance to the others of more than ``factor`` times what is usual among all, or
@@ -38,8 +40,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         check_count(self, "patience", least=1)
-        if not 1 < self.factor < math.inf:
-            raise InvalidValue(f"factor={self.factor} would name honest ranks; use more than 1, 3 say")
+        if not is_number(self.factor) or not 1 < self.factor < math.inf:
+            raise InvalidValue(f"factor={self.factor!r} would name honest ranks; use more than 1, 3 say")
         self._forget()
 
     def _forget(self) -> None:
@@ -47,20 +49,21 @@ class Watch:
         self._runs: dict[int, list[int]] = {}  # by rank: since which step, for how many, whether it was named
         self._broken: set[int] = set()  # ranks that were not finite when last heard of
 
-    def add(self, step: int, seen: Tensor, me: int) -> None:
-        """One more part of a step's figures, as ``judged`` reads them."""
+    def add(self, step: int, seen: Tensor, broken: Iterable[int], me: int) -> None:
+        """One more part of a step's figures, as ``judged`` reads them, and who is left out by them."""
         if self._pending is not None and self._pending[0] == step:
             self._pending = (step, self._pending[1] + seen)
-            return
-        if self._pending is not None:
-            self._judge(*self._pending, me)
-        self._pending = (step, seen.clone())
+        else:
+            if self._pending is not None:
+                self._judge(*self._pending, me)
+            self._pending = (step, seen.clone())
+        self._name_broken(step, set(broken), me)
 
-    def name_broken(self, step: int, broken: tuple[int, ...], me: int) -> None:
-        """Warn at once, and once, of those who sent what is not finite."""
-        for rank in sorted(set(broken) - self._broken):
+    def _name_broken(self, step: int, broken: set[int], me: int) -> None:
+        """Warn at once, and once: not again in the next buckets or steps in which they are broken."""
+        for rank in sorted(broken - self._broken):
             _warn(me, rank, "rank %d sent values that are not finite in step %d and is left out", rank, step)
-        self._broken |= set(broken)
+        self._broken |= broken
 
     def _judge(self, step: int, seen: Tensor, me: int) -> None:
         verdict = judged(mean, seen, step)
@@ -95,6 +98,10 @@ class Watch:
         if self._broken:
             saved["broken"] = torch.tensor(sorted(self._broken))
         return saved
+
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """Nothing: other ranks have these numbers now."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._forget()

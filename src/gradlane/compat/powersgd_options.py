@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.numbers import is_number, is_whole
 from ..errors import InvalidValue
 
 
@@ -15,13 +16,12 @@ def check_options(options: Mapping[str, Any]) -> None:
         ("compression_stats_logging_frequency", None),
     ):
         value = options[name]
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or (least is not None and value < least):
+        if not is_whole(value) or (least is not None and value < least):
             limit = "" if least is None else f" from {least} up"
             raise InvalidValue(f"{name}={value!r}; use a whole number{limit}")
     for name in ("min_compression_rate", "orthogonalization_epsilon"):
         value = options[name]
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not is_number(value) or not 0 <= value < math.inf:
             raise InvalidValue(f"{name}={value!r}; use a number from 0 up")
     start = options["start_powerSGD_iter"]
     if start <= 1 and (options["use_error_feedback"] or options["warm_start"]):

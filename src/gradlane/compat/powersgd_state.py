@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.memory import Memory
+from ..core.numbers import is_whole
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState
 from ..lane.feed import Feed
@@ -112,7 +113,7 @@ class PowerSGDState:
 
     @iter.setter
     def iter(self, step: int) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if not is_whole(step) or step < 0:
             raise InvalidValue(f"iter={step!r}; use a whole number from 0 up")
         self._first_step = step
         if self._feed is not None:
@@ -197,6 +198,9 @@ class PowerSGDState:
     ) -> torch.futures.Future[Tensor]:
         """What the hooks call; ``wires`` are the widths of wrappers round them, inner ones first."""
         if self._strategy is None:
+            check_options(self._options())  # they may have been set since
+            self._stats.start = self.start_powerSGD_iter
+            self._stats.every = max(1, self.compression_stats_logging_frequency)
             self._form, self._strategy = (view, wires), self._translated(view, wires)
         elif self._form != (view, wires):
             raise WrongState("this PowerSGDState is in use with another hook; make one for each DDP model")

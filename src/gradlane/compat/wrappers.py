@@ -3,9 +3,10 @@
 No ``from __future__ import annotations`` here: DDP compares a hook's annotations by identity.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,8 @@ class Plain:
         return Plain(Cast(self.strategy, dtype))
 
 
-translations: dict[Hook, Translation] = {}
-"""Of the hooks of this package, and of those that the wrappers made of them."""
+translations: MutableMapping[Hook, Translation] = WeakKeyDictionary()
+"""Of the hooks of this package, and of those that the wrappers made of them, as long as these are in use."""
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -57,7 +58,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
     if not callable(hook):
         raise WrongType(f"the wrapper takes a hook, got {type(hook).__name__}")
-    if hook in translations:
+    if isinstance(hook, Hashable) and hook in translations:
         translation = translations[hook].narrowed(dtype)
 
         def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

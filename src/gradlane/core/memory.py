@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .across import Fitting, Slots, misfit, sorted_out, summed
 from .bucket import Bucket, Slot
 
 Layout = tuple[Slot, ...]
@@ -20,18 +21,66 @@ class Memory:
     ``like(bucket)`` is one flat tensor with the bucket's layout, zeros at first. DDP rebuilds its
     buckets after the first step, so a flat memory follows its parameters into a new layout by name,
     never by position. ``get`` and ``put`` keep one tensor of any shape per name.
+
+    ``shared`` says that all ranks have the same in it, bit for bit. Otherwise it is a rank's own part of a
+    sum over the ranks, which a change of their number keeps as it is.
+
+    An ``undoable`` memory has two buffers for everything: a step writes to the one, and what was before
+    it stays in the other until ``keep`` or ``undo`` says which of them counts.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, *, shared: bool = False) -> None:
         self.dtype = dtype
+        self.shared = shared
+        self.undoable = False
         self._flats: dict[Layout, Tensor] = {}
         self._homes: dict[str, Layout] = {}
         self._single: dict[str, Tensor] = {}
+        self._other: dict[Layout, Tensor] = {}  # the second buffers
+        self._written: set[Layout] = set()  # where this step's is in the second buffer
+        self._replaced: dict[str, Tensor | None] = {}  # by ``put`` in this step
+        self._blank: dict[str, Tensor | None] = {}  # second buffers of what ``put`` keeps
 
     def like(self, bucket: Bucket) -> Tensor:
         """The flat memory of this bucket; write to it in place."""
-        flat = self._flats.get(bucket.layout)
-        return flat if flat is not None else self._moved_to(bucket)
+        written = bucket.layout in self._written
+        before, after = self.turn(bucket)
+        if before is not after and not written:
+            after.copy_(before)
+        return after
+
+    def turn(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """The flat memory as it is, and where to write what it becomes, all of it. The same tensor twice
+        unless the memory is ``undoable``, or where the step has written already."""
+        before = self._flats.get(bucket.layout)
+        if before is None:
+            before = self._moved_to(bucket)
+        if not self.undoable:
+            return before, before
+        after = self._other.get(bucket.layout)
+        if after is None or after.dtype != before.dtype:
+            after = self._other[bucket.layout] = torch.empty_like(before)
+        if bucket.layout in self._written:
+            return after, after
+        self._written.add(bucket.layout)
+        return before, after
+
+    def keep(self) -> None:
+        """What was written since the last ``keep`` or ``undo`` counts."""
+        for layout in self._written:
+            self._flats[layout], self._other[layout] = self._other[layout], self._flats[layout]
+        self._blank |= self._replaced
+        self._written.clear()
+        self._replaced.clear()
+
+    def undo(self) -> None:
+        """Be as before all that was written since the last ``keep`` or ``undo``."""
+        self._written.clear()
+        for name, old in self._replaced.items():
+            self._blank[name] = self._single.pop(name, old)
+            if old is not None:
+                self._single[name] = old
+        self._replaced.clear()
 
     def _moved_to(self, bucket: Bucket) -> Tensor:
         flat = torch.zeros_like(bucket.flat, dtype=self._width(bucket.flat.dtype))
@@ -46,6 +95,7 @@ class Memory:
         self._flats[bucket.layout] = flat
         living = set(self._homes.values())
         self._flats = {layout: kept for layout, kept in self._flats.items() if layout in living}
+        self._other = {layout: other for layout, other in self._other.items() if layout in living}
         return flat
 
     def _width(self, gradient: torch.dtype) -> torch.dtype:
@@ -72,7 +122,17 @@ class Memory:
     def get(self, name: str) -> Tensor | None:
         return self._single.get(name)
 
+    def blank(self, name: str, like: Tensor) -> Tensor:
+        """Room for what ``put`` shall keep next under this name: in step after step the same pages, and
+        never those that an ``undo`` would need."""
+        room = self._blank.pop(name, None) if self.undoable else self._single.get(name)
+        fits = room is not None and room.shape == like.shape and room.dtype == like.dtype
+        return room if fits and room is not None else torch.empty_like(like)
+
     def put(self, name: str, tensor: Tensor) -> None:
+        """Keep this very tensor; do not write to one that was put before (see ``blank``)."""
+        if self.undoable:
+            self._replaced.setdefault(name, self._single.get(name))
         self._single[name] = tensor
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -89,9 +149,30 @@ class Memory:
                 raise InvalidValue(
                     f"the memory of {name!r} is a {type(tensor).__name__}; a state holds tensors only"
                 )
-        self._flats.clear()
-        self._homes.clear()
+        for kept in (self._flats, self._homes, self._other, self._written, self._replaced, self._blank):
+            kept.clear()
         self._single = {name: tensor.clone() for name, tensor in state.items()}
+
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """What is in it with another number of ranks, of what each of the old ones saved."""
+        return dict(saved[0]) if self.shared else dict(summed(saved, rank, world))
+
+    def fitting(self, state: Mapping[str, Any], slots: Slots) -> Fitting:
+        """What of a saved state belongs to these parameters, and why the rest does not."""
+        return sorted_out(
+            state, ((name, misfit(t) or self._misfit(name, t, slots)) for name, t in state.items())
+        )
+
+    def _misfit(self, name: str, tensor: Tensor, slots: Slots) -> str | None:
+        slot = slots.get(name)
+        if slot is None:
+            return "is no parameter of this model"
+        if tensor.shape != slot.shape:
+            return f"has shape {list(tensor.shape)}, the parameter has {list(slot.shape)}"
+        width = self._width(slot.dtype)
+        if self.dtype is not None and tensor.dtype != width:
+            return f"is of {tensor.dtype}, this memory is of {width}"
+        return None
 
     def __repr__(self) -> str:
         count = len(self._single) + len(self._homes)

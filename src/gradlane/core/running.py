@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from inspect import iscoroutine
 from typing import Any, TypeVar
 
@@ -15,19 +16,27 @@ from .strategy import Reduced, Strategy
 
 T = TypeVar("T")
 NoteTaker = Callable[[Bucket, Note], None]
+Look = Callable[[Bucket, Reduced], None]
+
+
+def _nobody_looks(bucket: Bucket, reduced: Reduced) -> None: ...
 
 
 class Running:
     """Drives ``strategy.reduce(bucket)`` from request to request; says where it is when asked."""
 
-    def __init__(self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker) -> None:
+    def __init__(
+        self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker, look: Look = _nobody_looks
+    ) -> None:
         self.strategy = strategy
         self.bucket = bucket
         self.request: Request | None = None
         self.meeting: StepSum | None = None  # while it waits for the other buckets of its step
         self.phase = -1
         self.reduced: Reduced | None = None
+        self.sound: object = None  # an answer that is a mean of what the ranks know to be sound
         self._take_note = take_note
+        self._look = look  # at the answer
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     def resume(self, answer: object = None) -> Request | None:
@@ -43,6 +52,9 @@ class Running:
                 asked = self._coroutine.send(answer)
             except StopIteration as end:
                 self.reduced = _checked(end.value, self.bucket, self.strategy)
+                if self.reduced.mean is self.sound:
+                    self.reduced = replace(self.reduced, sound=True)
+                self._look(self.bucket, self.reduced)
                 return None
             if isinstance(asked, Request):
                 self.request = asked

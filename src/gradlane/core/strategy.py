@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .across import OneField, carried
 from .bucket import Bucket
 
 
@@ -18,6 +19,19 @@ from .bucket import Bucket
 class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """A state that can go back to before the step under way, once ``undoable`` is set. Large states keep two
+    buffers; a ``Memory`` does."""
+
+    undoable: bool
+    shared: bool
+    """All ranks have the same in it."""
+
+    def keep(self) -> None: ...
+    def undo(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +42,9 @@ class Reduced:
     """What every rank agreed on, bit for bit; same shape and dtype as ``bucket.flat``."""
     sent: Callable[[], Tensor] | None = None
     """My contribution as the others saw it, where ``bucket.feedback`` asks for it; None: nothing lost."""
+    sound: bool = False
+    """What I gave is finite, and so small that no sum of all ranks' can overflow: the strategy knows it by a
+    glance at its payload. If all ranks can say so nobody has to look at the mean itself."""
 
 
 class Strategy(ABC):
@@ -62,6 +79,18 @@ class Strategy(ABC):
         for name, field in fields.items():
             field.load_state_dict(state.get(name, {}))
 
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
+
+        Each field decides for itself (see across.py); a strategy whose fields depend on each other may
+        have to say more.
+        """
+        found = (
+            (name, carried(field, f"{type(self).__name__}.{name}", OneField(saved, name), rank, world))
+            for name, field in stateful_fields(self)
+        )
+        return {name: state for name, state in found if state}
+
 
 def options(strategy: object) -> Iterator[tuple[dataclasses.Field[Any] | None, str, Any]]:
     """The fields of a strategy as (dataclass field or None, name, value), state included."""
@@ -92,3 +121,28 @@ def parts(strategy: Strategy) -> Iterator[Strategy]:
     for _, field in stateful_fields(strategy):
         if isinstance(field, Strategy):
             yield from parts(field)
+
+
+class Leaf(NamedTuple):
+    """A state inside a strategy, at any depth: where, whose (``ErrorFeedback.memory``), and itself."""
+
+    path: tuple[str, ...]
+    owner: str
+    state: Stateful
+
+
+def named_states(strategy: Strategy, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    for name, field in stateful_fields(strategy):
+        if isinstance(field, Strategy):
+            yield from named_states(field, (*path, name))
+        else:
+            yield Leaf((*path, name), f"{type(strategy).__name__}.{name}", field)
+
+
+def shared_state(strategy: Strategy) -> dict[tuple[str, ...], dict[str, Any]]:
+    """By path: the state that all ranks have alike, bit for bit, unless something went wrong."""
+    return {
+        leaf.path: leaf.state.state_dict()
+        for leaf in named_states(strategy)
+        if getattr(leaf.state, "shared", False)
+    }

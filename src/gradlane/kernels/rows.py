@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..errors import InvalidValue
 from .calls import Native
 from .native import native_for
 
@@ -18,31 +19,32 @@ MOST_ROWS = 64  # of the compiled kernels; csrc/native.c has the same number
 BLOCK = 16_384  # columns; in fp64 they stay in the cache
 
 
-def mean_of_sorted(rows: Tensor, low: int, high: int) -> Tensor:
+def mean_of_sorted(rows: Tensor, low: int, high: int, out: Tensor) -> None:
     """Of each column the mean of its values from the ``low``-th smallest to before the ``high``-th, from 0.
 
-    The values must be finite.
+    The values must be finite; ``out`` is like a row, and contiguous.
     """
-    native, out = _native(rows), rows.new_empty(rows.shape[1])
+    _check(rows, out)
+    native = _native(rows)
     if native is not None:
         native.middle(rows.contiguous(), network(len(rows)), out, low, high)
-        return out
+        return
     for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
         out[start : start + BLOCK] = _sum(block[low:high]).div_(high - low)
-    return out
 
 
-def mean_near_middle(rows: Tensor, keep: int) -> Tensor:
+def mean_near_middle(rows: Tensor, keep: int, out: Tensor) -> None:
     """Of each column the mean of the ``keep`` values nearest to its median; of two equally near the smaller.
 
     In a sorted column they are neighbours: the run of ``keep`` moves up while the value above it is nearer
-    than its lowest. The values must be finite.
+    than its lowest. The values must be finite; ``out`` is like a row, and contiguous.
     """
-    native, out = _native(rows), rows.new_empty(rows.shape[1])
+    _check(rows, out)
+    native = _native(rows)
     if native is not None:
         native.middle(rows.contiguous(), network(len(rows)), out, keep=keep)
-        return out
+        return
     ranks = len(rows)
     for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
@@ -52,7 +54,15 @@ def mean_near_middle(rows: Tensor, keep: int) -> Tensor:
             nearer = block[low + keep] - middle < middle - block[low]
             total = torch.where(nearer, _sum(block[low + 1 : low + 1 + keep]), total)
         out[start : start + BLOCK] = total.div_(keep)
-    return out
+
+
+def _check(rows: Tensor, out: Tensor) -> None:
+    """The kernels write through a bare pointer."""
+    if out.shape != rows.shape[1:] or out.dtype != rows.dtype or not out.is_contiguous():
+        raise InvalidValue(
+            f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}; for rows of {rows.dtype} "
+            f"{list(rows.shape)} it must be contiguous {rows.dtype} [{rows.shape[1]}]"
+        )
 
 
 def _sum(rows: Tensor) -> Tensor:

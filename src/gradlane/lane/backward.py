@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -23,12 +24,12 @@ def current_backward() -> int | None:
 
 
 def settle_after_backward(
-    lane: Lane, whole: Callable[[], bool], waited: Callable[[float, float], None]
+    lane: Lane, whole: Callable[[], bool], ended: Callable[[float, float], BaseException | None]
 ) -> None:
-    """At the end of this backward: wait for the lane, then raise what went wrong on it.
+    """At the end of this backward: wait for the lane, then raise what ``ended`` says went wrong.
 
     Not before the step is ``whole``: a reentrant checkpoint ends a backward of its own in the middle,
-    and an error there would leave DDP in half a step. ``waited`` is told
+    and an error there would leave DDP in half a step. ``ended`` is told
     when backward had computed all, and when the lane was done.
     """
     engine = torch.autograd.Variable._execution_engine
@@ -39,13 +40,13 @@ def settle_after_backward(
         computed = time.perf_counter()
         with span("wait for the lane"):
             lane.drain()
-        waited(computed, time.perf_counter())
-        # This callback was queued by the hook, before DDP's own. One queued now comes after it.
-        engine.queue_callback(complain)
-
-    def complain() -> None:
-        failure = lane.take_failure()
+        failure = ended(computed, time.perf_counter())
         if failure is not None:
-            raise failure
+            # This callback was queued by the hook, before DDP's own. One queued now comes after it.
+            engine.queue_callback(partial(_raise, failure))
 
     engine.queue_callback(wait)
+
+
+def _raise(failure: BaseException) -> None:
+    raise failure

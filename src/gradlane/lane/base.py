@@ -12,6 +12,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import Note
 from ..core.events import Event
 from ..core.strategy import Strategy
+from .finite import FiniteCheck
 
 DEFAULT_TIMEOUT = 120.0  # seconds; torch's own is half an hour
 
@@ -37,6 +38,8 @@ class Lane(Protocol):
     DDP's book-keeping stays whole, and ``take_failure`` hands the error to whoever may raise it.
     ``loud`` futures carry the error themselves, for callers that wait for them.
     """
+
+    check: FiniteCheck
 
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,10 +17,14 @@ from ..core.events import StepTimes, wire_bytes
 from ..core.running import intercept
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
-from ..errors import WrongState
+from ..errors import NonFinite, WrongState
 from .backward import current_backward, settle_after_backward
 from .base import Lane, same
 from .book import Book
+from .drift import DriftCheck
+from .guard import Guard
+from .regroup import Regrouping
+from .scaled import Scaler, unscaled
 
 NameOf = Callable[[int, int, Tensor], str]
 
@@ -37,8 +41,12 @@ class Feed:
         sizes: Mapping[str, int],
         name_of: NameOf,
         count_active: Callable[[], bool] = lambda: False,
+        guard: Guard | None = None,
     ) -> None:
         self.lane = lane
+        self.guard = guard or Guard("propagate", lane.check)
+        self.scaler: Scaler | None = None
+        self.drift: DriftCheck | None = None
         self.book = book
         self.step = 0
         self.in_step = False
@@ -48,6 +56,9 @@ class Feed:
         self._name_of = name_of
         self._count_active = count_active
         self._settled: int | None = None
+        self._buckets = 0  # of the last whole step
+        self._expected: list[list[str]] = []  # where DDP has rebuilt its buckets since the last step
+        self._way: Lane | Regrouping = lane  # of the buckets; another one after a resume, for a step
         self._ready = 0.0  # when the first bucket of this step was
         self._scratch: dict[int, Scratch] = {}  # by the address of DDP's bucket
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
@@ -58,31 +69,78 @@ class Feed:
         backward = current_backward()
         active = backward is not None
         bucket = self._bucket(given, joined=not active)
+        if bucket.index == 0:
+            self.settle()
+            self.guard.begin(strategy, bucket.step)
+        self.guard.look_at_own(bucket)
         if active and backward != self._settled:
             # Once for each backward; a checkpointed module runs parts of it in one of their own.
             settle_after_backward(self.lane, lambda: not self.in_step, self._step_ended)
             self._settled = backward
         self.in_step = not bucket.is_last
+        if bucket.is_last:
+            self._buckets, self._expected = bucket.index + 1, []
         self.step += bucket.is_last
+        strategy = unscaled(strategy, self.scaler)
         if self._count_active():
             strategy = _MeanOfActive(strategy)
         raw = bucket.flat.numel() * bucket.flat.element_size()
         self.book.gradient(raw, wire_bytes("all_reduce", raw, self._world), bucket.is_last)
         finish = torch.view_as_complex if given.buffer().is_complex() else None
-        return self.lane.submit(
+        return self._way.submit(
             strategy,
             bucket,
             finish=same if finish is None else lambda mean: finish(mean.view(-1, 2)),
             loud=not active,  # outside of backward DDP waits for the future and shows its error
         )
 
-    def _step_ended(self, computed: float, ended: float) -> None:
-        self.book.step_ended(StepTimes(self.step - 1, self._ready, computed, ended))
+    def settle(self) -> None:
+        """Be done with a step that no backward has ended: a joined rank's, or one that was given up."""
+        self.lane.drain()
+        failed = self.lane.take_failure() is not None  # who waited for the futures has been told
+        if (trouble := self._counted(failed or self.in_step)) is not None:
+            raise trouble
 
-    def go_to(self, step: int) -> None:
-        """Number the next step anew, as a resumed run does."""
+    def _counted(self, failed: bool) -> NonFinite | None:
+        if not self.guard.open:
+            return None
+        trouble = self.guard.ended(failed=failed)
+        if self.guard.skipped:
+            self.book.skipped()
+        return trouble
+
+    def _step_ended(self, computed: float, ended: float) -> BaseException | None:
+        failure = self.lane.take_failure()
+        trouble = self._counted(failure is not None)
+        self.book.step_ended(StepTimes(self.step - 1, self._ready, computed, ended))
+        if failure is None and self.drift is not None and self.drift.due(self.step - 1):
+            failure = self.drift.trouble(self.step - 1)
+        return failure or trouble
+
+    def layout(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, as strategies see them; none before the first step."""
+        if isinstance(self._way, Regrouping):
+            return self._way.layout
+        if self._expected:
+            return self._expected
+        return [[slot.name for slot in self._layouts[index][1]] for index in range(self._buckets)]
+
+    def expect(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """The next step will have these parameters in its buckets; without any, the same as the last."""
+        if buckets:
+            self._expected = [
+                [self._name_of(index, place, parameter) for place, parameter in enumerate(bucket)]
+                for index, bucket in enumerate(buckets)
+            ]
+
+    def go_to(self, step: int, layout: Sequence[Sequence[str]] = ()) -> None:
+        """Number the next step anew, as a resumed run does; and begin with the buckets of ``layout``."""
         self.step = step
+        self._way = Regrouping(self.lane, layout, self._go_straight) if layout else self.lane
         self.lane.forget_failure()  # that step may have failed in this process, in another life
+
+    def _go_straight(self) -> None:
+        self._way = self.lane
 
     def _bucket(self, given: dist.GradBucket, *, joined: bool) -> Bucket:
         flat = given.buffer()

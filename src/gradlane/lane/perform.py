@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.collectives import Request
 from ..core.pack import message_of, payload_of
 from ..errors import InvalidValue
+from ..kernels.finite import divided
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
 HASTE = timedelta(seconds=0.1)  # for transfers of a step that is lost
@@ -36,7 +37,10 @@ class Pending:
     ends the transfer; an all-reduce has its own clock, and goes on until that has run out.
     """
 
-    def __init__(self, works: list[Any], read: Callable[[], object], *, direct: bool = False) -> None:
+    def __init__(
+        self, works: list[Any], read: Callable[[], object], *, sound: bool = False, direct: bool = False
+    ) -> None:
+        self.sound = sound  # what this rank gave to a mean is finite, and small: ``Reduced.sound``
         self._works = deque(works)
         self._read = read
         self._limit = (HASTE,) if direct else ()
@@ -63,9 +67,9 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     """
     size = group.size()
     if request.kind == "all_reduce":
-        tensor = _divided(request, divisor)
+        tensor, sound = _divided(request, divisor)
         works = [_reduce(group, tensor, request.op)] if size > 1 else []
-        return Pending(works, lambda: tensor)
+        return Pending(works, lambda: tensor, sound=sound)
     _counted(request, size)
     me = group.rank()
     if request.kind == "all_gather":
@@ -82,19 +86,20 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     )
 
 
-def commit(group: Any, step: int) -> tuple[int, int]:
-    """The first and the last step any rank is in; returns only when all ranks came this far."""
-    bounds = torch.tensor([step, -step])
+def commit(group: Any, step: int, flag: bool) -> tuple[int, int, bool]:
+    """The first and the last step any rank is in, and whether any rank has raised its flag; returns only
+    when all ranks came this far."""
+    bounds = torch.tensor([step, -step, flag])
     _reduce(group, bounds, "max").wait()
-    last, first = bounds.tolist()
-    return -first, last
+    last, first, flagged = bounds.tolist()
+    return -first, last, bool(flagged)
 
 
 def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     """The same on a group whose collectives run on the device: ``wait`` only orders streams."""
     size = group.size()
     if request.kind == "all_reduce":
-        tensor = _divided(request, divisor)
+        tensor, _ = _divided(request, divisor)
         _reduce(group, tensor, request.op).wait()
         return tensor
     _counted(request, size)
@@ -113,10 +118,11 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     return [payload_of(row, mine) for row in received]
 
 
-def _divided(request: Request, divisor: int) -> Tensor:
+def _divided(request: Request, divisor: int) -> tuple[Tensor, bool]:
+    """What goes out, and whether it is known to be sound."""
     (tensor,) = request.payloads[0]
     # Before the sum, as DDP does: the mean of representable numbers must not overflow on the way.
-    return tensor.div_(divisor) if request.op == "mean" else tensor
+    return tensor, request.op == "mean" and divided(tensor, divisor)
 
 
 def _reduce(group: Any, tensor: Tensor, op: str | None) -> Any:

@@ -17,6 +17,7 @@ from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
 from .base import Finish, Listener, same
+from .finite import FiniteCheck
 from .perform import perform_on_stream
 from .span import span
 
@@ -35,6 +36,7 @@ class StreamLane:
     """
 
     def __init__(self, group: Any, device: torch.device, listener: Listener) -> None:
+        self.check = FiniteCheck()
         self._group = group
         self._listener = listener
         self._device = device
@@ -48,7 +50,7 @@ class StreamLane:
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
     ) -> Future[Tensor]:
         job = _Waiting(
-            Running(strategy, bucket, self._listener.noted),
+            Running(strategy, bucket, self._listener.noted, self.check.look),
             Future(devices=[self._device] if self._stream else []),
             finish,
         )
@@ -112,6 +114,8 @@ class StreamLane:
 
     def drain(self) -> None:
         """Nothing waits on the host; DDP orders its streams after the futures."""
+        if self.check.on:  # but for this: whether the step counts must be known before the next one
+            self.check.agreed = self.check.seen
 
     def take_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None

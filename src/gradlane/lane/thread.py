@@ -21,6 +21,7 @@ from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
 from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
+from .finite import FiniteCheck
 from .issued import Issued, Job
 from .late import place_of, pulse, watched
 from .living import born, ended
@@ -43,6 +44,7 @@ class ThreadLane:
     """
 
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
+        self.check = FiniteCheck()
         self._peers = peers
         self._listener = listener
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -70,7 +72,7 @@ class ThreadLane:
     ) -> Future[Tensor]:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
-        job = Job(Running(strategy, bucket, self._listener.noted), Future(), finish, loud)
+        job = Job(Running(strategy, bucket, self._listener.noted, self.check.look), Future(), finish, loud)
         with self._lock:
             self._waiting += 1
             self._idle.clear()
@@ -184,6 +186,7 @@ class ThreadLane:
         """To its end, or to where it waits for the step's other buckets. The last waits for all to end."""
         while (issued := job.issued) is not None:
             answer = self._answered(issued)
+            job.running.sound = answer if issued.pending.sound else None
             job.issued = request = None
             try:
                 with span("decode"):
@@ -233,12 +236,14 @@ class ThreadLane:
         """A step counts only when every rank has come to its end.
 
         Without this a rank that fails after its last collective would be alone: the others would
-        have taken the step already. One message of 16 bytes per step; none if nothing was sent.
+        have taken the step already. One message of 24 bytes per step; none if nothing was sent.
         """
         if step not in self._exchanged or self._peers.world == 1:
+            self.check.agreed = self.check.seen
             return
         try:
-            first, last = commit(self._group("world", "later", step), step)
+            group = self._group("world", "later", step)
+            first, last, self.check.agreed = commit(group, step, self.check.seen)
         except RuntimeError as error:
             raise ConnectionBroke from error
         self._exchanged.discard(step)

@@ -19,6 +19,7 @@ Figures = dict[str, "Tensor | float"]
 
 COUNTED = (
     "steps",
+    "skipped",  # of them; see ``nonfinite`` of ``attach``
     "collectives",
     "bytes_raw",
     "bytes_payload",
@@ -101,6 +102,10 @@ class Ledger:
         self._totals["bytes_raw"] += raw_bytes
         self._totals["bytes_dense"] += dense_wire_bytes
         self._totals["steps"] += last
+
+    def skipped(self) -> None:
+        """The step that is about to end does not count."""
+        self._totals["skipped"] += 1
 
     def step_ended(self, times: StepTimes) -> None:
         self._totals["exposed_seconds"] += times.exposed

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..core.across import Shared
+from ..core.numbers import is_number, is_whole
 from ..errors import InvalidValue
 
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 80, 128, 256, 512, 1024)
@@ -22,10 +24,10 @@ def epsilon_of(noise: float, sampling: float, steps: int, delta: float) -> float
     RDP adds up over steps; for each order it converts to (epsilon, delta) as in Canonne, Kamath and Steinke
     (2020, proposition 12), and the smallest is the answer.
     """
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta}; use a number above 0 and below 1, such as 1e-5")
-    if steps < 0:
-        raise InvalidValue(f"steps={steps}; use a number of steps from 0 up")
+    if not is_number(delta) or not 0 < delta < 1:
+        raise InvalidValue(f"delta={delta!r}; use a number above 0 and below 1, such as 1e-5")
+    if not is_whole(steps) or steps < 0:
+        raise InvalidValue(f"steps={steps!r}; use a whole number of steps from 0 up")
     if steps == 0:
         return 0.0
     if noise == 0:
@@ -60,7 +62,7 @@ def renyi(noise: float, sampling: float, order: float) -> float:
     return (max(0.0, log_mean) + ONE_STEP) / (order - 1)
 
 
-class Spent:
+class Spent(Shared):
     """The ledger of one mechanism: how often it ran. Numbers only in a checkpoint."""
 
     def __init__(self, noise: float, sampling: float) -> None:
@@ -84,7 +86,7 @@ class Spent:
                     f"{name}={getattr(self, name)!r}; its steps cannot be added to these"
                 )
         steps = state["steps"]
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        if not is_whole(steps) or steps < 0:
             raise InvalidValue(f"the ledger counts {steps!r} steps; it must be a whole number from 0 up")
         self.steps = steps
 

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from ..core.bucket import Bucket
 from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
+from ..core.numbers import HUGE
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import divided
+from .private import refuse_private_in_fp16
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 FAR = 1000  # sums are looked at where the wire's range is so much smaller: in fp16, not in bf16
+FAR_IN_FP16 = 6e4  # what all ranks add up to must be below the largest number, 65,504
 SAMPLE = 16_384  # elements looked at for underflow in each message
 
 
@@ -45,6 +49,8 @@ class Cast(Strategy):
                 f"dtype={self.dtype} cannot be summed by the backends; use one of "
                 f"{', '.join(str(dtype) for dtype in NARROW)}"
             )
+        if self.dtype == torch.float16:
+            refuse_private_in_fp16(self.inner)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         wire = _NarrowWire(self.dtype, bucket)
@@ -52,7 +58,10 @@ class Cast(Strategy):
         if reduced.sent is None and wire.kept is not None:
             kept, scale = wire.kept, bucket.divisor()
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))
-        return reduced
+        if reduced.mean is wire.sound:
+            return replace(reduced, sound=True)
+        # In a narrower exponent what was sound may overflow, and a look is needed after all.
+        return reduced if _as_far(self.dtype) else replace(reduced, sound=False)
 
 
 class _NarrowWire:
@@ -62,6 +71,7 @@ class _NarrowWire:
         self.dtype = dtype
         self.bucket = bucket
         self.narrowed = 0  # messages so far; each has a buffer of its own
+        self.sound: Tensor | None = None  # an answer that is a mean of what the ranks know to be sound
         self.kept: Tensor | None = None  # my share of a plain mean as it went out, for feedback
 
     async def answer(self, request: Request) -> object:
@@ -88,13 +98,13 @@ class _NarrowWire:
                 "otherwise=Cast(...)), or use a dense embedding"
             )
         mean = request.op == "mean"
-        if mean:
-            wide.div_(self.bucket.divisor(request.over))
-        spread = self.bucket.divisor(request.over) if mean else 1
-        (narrow,) = await self._narrowed((wide,), spread)
+        divisor = self.bucket.divisor(request.over)
+        sound = mean and divided(wide, divisor, HUGE if _as_far(self.dtype) else FAR_IN_FP16 / divisor)
+        (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
         if self.bucket.feedback and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
+        self.sound = wide if sound else None
         if may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
             await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
@@ -122,6 +132,11 @@ class _NarrowWire:
 
 def _holds_numbers(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _as_far(dtype: torch.dtype) -> bool:
+    """Whether its numbers reach as far as those of fp32: not in fp16."""
+    return torch.finfo(dtype).max > 1e38
 
 
 def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:

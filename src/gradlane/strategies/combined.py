@@ -36,7 +36,8 @@ class Combined(Strategy):
     less to expect; one that has joined early is left out. If too few are left every rank raises; if nobody
     sent finite values the answer is NaN, as that of a mean would be. In the metrics:
     ``rank3_distance_norm``, ``rank3_weight``, ``rank3_excluded``. ``watch`` names a rank that stays far
-    from the others. Alone, a rank gets its own gradient.
+    from the others. Alone, a rank gets its own gradient. Gradients of any width travel and are combined in
+    fp32, or as the codec has it.
     """
 
     rule: Rule | Aggregate
@@ -68,7 +69,7 @@ class Combined(Strategy):
             if first:
                 await note(**verdict.figures())
             if rows.numel():
-                total[: shards.filled].copy_(verdict.answer(rows))
+                verdict.answer(rows, total[: shards.filled], lambda numel: _room(bucket, numel))
         return shards.reduced(await all_gather(shards.answer(total)))
 
     def _verdict(self, bucket: Bucket, seen: Tensor) -> tuple[Verdict, bool]:
@@ -77,11 +78,14 @@ class Combined(Strategy):
             return self._judged[1], False
         figures = seen.cpu()
         verdict = alone(figures) if bucket.world == 1 else judged(self.rule, figures, bucket.step)
-        if verdict.heard:
-            self.watch.name_broken(bucket.step, verdict.broken, bucket.rank)
-        self.watch.add(bucket.step, figures, bucket.rank)
+        blamed = verdict.broken if verdict.heard else ()  # if all overflow nobody is wrong
+        self.watch.add(bucket.step, figures, blamed, bucket.rank)
         self._judged = (seen, verdict)
         return verdict, True
+
+
+def _room(bucket: Bucket, numel: int) -> Tensor:
+    return bucket.empty("mixed rows", numel, torch.float32)
 
 
 def _figures(bucket: Bucket, rows: Tensor) -> Tensor:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
-
-import torch
-from torch import Tensor
 
 from ..aggregate.combine import Aggregate, check_aggregate
 from ..aggregate.mean import mean
 from ..codecs.base import Codec
-from ..core.bucket import Bucket, layout_digest
+from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce, all_to_all
-from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
 from .coded import SALT, Shards, checked_codec, decoded, encoded, kept_for_feedback, refuse_sparse, sent_of
+from .server import ServerDebt
 
 
 @dataclass
@@ -38,11 +35,12 @@ class Summed(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
         refuse_sparse(bucket, "Summed")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, seed, "summed")
+        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "summed")
+        sound = codec.sound(payload)  # now: the sum will overwrite it
         kept = kept_for_feedback(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
         flat = codec.decode(total, bucket.flat, seed)
-        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept))
+        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept), sound)
 
 
 @dataclass
@@ -65,12 +63,13 @@ class Gathered(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         refuse_sparse(bucket, "Gathered")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, seed, "gathered")
+        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "gathered")
         kept = kept_for_feedback(bucket, [payload], seed)
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
         flat = decoded(codec, self.aggregate, bucket, everyone, seeds, bucket.flat)
-        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept))
+        sound = self.aggregate is mean and codec.sound(payload)
+        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept), sound)
 
 
 @dataclass
@@ -86,32 +85,33 @@ class Sharded(Strategy):
     codec: Codec
     aggregate: Aggregate = mean
     server_feedback: bool = False
-    server: Memory | None = None
+    server: ServerDebt | None = None
     settles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked_codec(self.codec, "Sharded")
         check_aggregate(self.aggregate, "Sharded")
-        if self.server is None:
-            self.server = Memory(torch.float32)
+        self.server = self.server or ServerDebt()
 
     async def reduce(self, bucket: Bucket) -> Reduced:
+        assert self.server is not None
         if bucket.world <= 2:
-            return await Gathered(self.codec, self.aggregate).reduce(bucket)
+            return await self._gathered(bucket)
         refuse_sparse(bucket, "Sharded")
         shards = Shards(self.codec, bucket)
         received = await all_to_all(shards.encoded())
         total = shards.room()
         decoded(self.codec, self.aggregate, bucket, received, shards.seeds(), total[: shards.filled])
-        debt = self._owed_by_server(bucket, total) if self.server_feedback else None
-        return shards.reduced(await all_gather(shards.answer(total, debt)))
+        debts = self.server.shard(bucket, total.numel()) if self.server_feedback else (None, None)
+        return shards.reduced(await all_gather(shards.answer(total, *debts)), self.aggregate)
 
-    def _owed_by_server(self, bucket: Bucket, total: Tensor) -> Tensor:
-        """Of this rank's shard alone. DDP's new buckets, after its first step, are new shards: from 0 on."""
+    async def _gathered(self, bucket: Bucket) -> Reduced:
         assert self.server is not None
-        name = f"shard {bucket.rank} of {bucket.world}, {layout_digest(bucket.layout)}"
-        kept = self.server.get(name)
-        if kept is None or kept.shape != total.shape:
-            kept = torch.zeros_like(total)
-            self.server.put(name, kept)
-        return kept
+        inherited = self.server.whole(bucket)
+        if inherited is not None:
+            bucket.flat.add_(inherited)
+        reduced = await Gathered(self.codec, self.aggregate).reduce(bucket)
+        sent = reduced.sent
+        if inherited is None or sent is None:
+            return reduced
+        return replace(reduced, sent=lambda: sent().sub_(inherited))

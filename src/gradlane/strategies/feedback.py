@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import all_finite
 from .momentum import WorkerMomentum
 from .private import refuse_private_inside
 from .weighted import WeightedMean
@@ -26,9 +29,9 @@ HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 class ErrorFeedback(Strategy):
     """EF14 (Seide et al., 2014; Karimireddy et al., 2019): send C(g + e), keep e = g + e - C(g + e).
 
-    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, one
-    copy of the gradient: bfloat16 halves it and rounds what is owed. ``comm/residual_norm`` is its
-    norm, estimated from a sample where a bucket is large.
+    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, a
+    copy of the gradient, and one to go back to: bfloat16 halves it and rounds what is owed.
+    ``comm/residual_norm`` is its norm, estimated from a sample where a bucket is large.
     """
 
     inner: Strategy
@@ -44,20 +47,27 @@ class ErrorFeedback(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
-        owed = self.memory.like(bucket)
-        if self.inner.settles:  # in one pass with its own work
-            reduced = await self.inner.reduce(replace(bucket, owed=owed))
-        else:
-            owed.add_(bucket.flat)
-            bucket.flat.copy_(owed)
-            reduced = await self.inner.reduce(replace(bucket, feedback=True))
-            # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
-            owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
-            if owed.device.type != "meta":
-                keep_finite(owed)
+        owed, left = self.memory.turn(bucket)
+        reduced = await settled(self.inner, replace(bucket, owed=owed, left=left))
         if bucket.flat.device.type != "meta":
-            await note(residual_square=residual(owed, bucket.step))
-        return Reduced(reduced.mean)
+            await note(residual_square=residual(left, bucket.step))
+        return Reduced(reduced.mean, sound=reduced.sound)
+
+
+async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
+    """The answer of a strategy to gradient and debt; ``bucket.owed_after`` takes what is owed then."""
+    if inner.settles:  # in one pass with its own work
+        return await inner.reduce(bucket)
+    owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
+    assert owed is not None
+    assert left is not None
+    flat.copy_(torch.add(owed, flat, out=left))
+    reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
+    # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
+    left.sub_(left.to(flat.dtype) if reduced.sent is None else reduced.sent())
+    if left.device.type != "meta":
+        keep_finite(left)
+    return reduced
 
 
 @dataclass
@@ -76,31 +86,26 @@ class ErrorFeedback21(Strategy):
     def __post_init__(self) -> None:
         _check_inner(self.inner, "ErrorFeedback21")
         self.own = self.own or Memory(torch.float32)
-        self.mean = self.mean or Memory(torch.float32)
+        self.mean = self.mean or Memory(torch.float32, shared=True)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.own is not None
         assert self.mean is not None
-        own, mean = self.own.like(bucket), self.mean.like(bucket)
+        (own, own_after), (mean, mean_after) = self.own.turn(bucket), self.mean.turn(bucket)
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
-        own.add_(whole if reduced.sent is None else reduced.sent())
-        mean.add_(reduced.mean)
-        bucket.flat.copy_(mean)
-        if mean.device.type != "meta":
-            forget_where_lost(bucket.flat, own, mean)
-            if not torch.isfinite(own.sum()):  # it has passed the largest number, and the mean has not
-                own.nan_to_num_(nan=0.0)
-        return Reduced(bucket.flat)
+        if all_finite(reduced.mean):
+            torch.add(own, whole if reduced.sent is None else reduced.sent(), out=own_after)
+            return Reduced(bucket.flat.copy_(torch.add(mean, reduced.mean, out=mean_after)))
+        # All ranks see this, and all stay with what they had: mean remains the mean of what each one has.
+        own_after.copy_(own)
+        return Reduced(bucket.flat.copy_(mean_after.copy_(mean) + reduced.mean))
 
-
-def forget_where_lost(answer: Tensor, *memories: Tensor) -> None:
-    """Begin again at 0 where the answer is not finite; all ranks together, for all have the same answer."""
-    if not torch.isfinite(answer.sum()):
-        lost = answer.isfinite().logical_not_()
-        for memory in memories:
-            memory.masked_fill_(lost, 0.0)
+    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""
+        state = super().carried(saved, rank, world)
+        return {**state, "own": state["mean"]} if "mean" in state else state
 
 
 def residual(owed: Tensor, step: int) -> Tensor:

@@ -10,6 +10,7 @@ from ..core.bucket import Bucket
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import all_finite
 from .coded import refuse_sparse
 
 
@@ -43,10 +44,10 @@ class WorkerMomentum(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
         refuse_sparse(bucket, "WorkerMomentum")
-        kept, flat = self.memory.like(bucket), bucket.flat
+        flat = bucket.flat
+        kept, after = self.memory.turn(bucket)
         moved = bucket.empty("momentum", flat.numel(), kept.dtype)
         torch.mul(kept, self.beta, out=moved).add_(flat, alpha=1 - self.beta)
-        if flat.device.type != "meta" and moved.sum().isfinite():
-            kept.copy_(moved)
+        after.copy_(moved if all_finite(moved) else kept)
         flat.copy_(moved)
         return await self.inner.reduce(bucket)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.bucket import Bucket
 from ..core.collectives import note, step_sum
+from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
 from ..log import log
@@ -56,12 +57,12 @@ class Private(Strategy):
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
-        if not (self.clip > 0 and math.isfinite(self.clip)):
-            raise InvalidValue(f"Private clip={self.clip}; use a norm above 0")
-        if not (self.noise >= 0 and math.isfinite(self.noise)):
-            raise InvalidValue(f"Private noise={self.noise}; use a multiple of clip from 0 up, such as 1.0")
-        if not 0 < self.sampling <= 1:
-            raise InvalidValue(f"Private sampling={self.sampling}; use a probability above 0, at most 1")
+        if not is_number(self.clip) or not 0 < self.clip < math.inf:
+            raise InvalidValue(f"Private clip={self.clip!r}; use a norm above 0")
+        if not is_number(self.noise) or not 0 <= self.noise < math.inf:
+            raise InvalidValue(f"Private noise={self.noise!r}; use a multiple of clip from 0 up, such as 1.0")
+        if not is_number(self.sampling) or not 0 < self.sampling <= 1:
+            raise InvalidValue(f"Private sampling={self.sampling!r}; use a probability above 0, at most 1")
         if self.noise == 0:
             log.warning("Private with noise=0 clips and hides nothing: its epsilon is infinite")
         self.spent = self.spent or Spent(self.noise, self.sampling)
@@ -147,6 +148,11 @@ def refuse_private_inside(name: str, *inner: Strategy) -> None:
             f"{name} around Private would break its bound, which is for whole gradients, as they are, in "
             "every step; Private is the outermost, but for Cast"
         )
+
+
+def refuse_private_in_fp16(inner: Strategy) -> None:
+    if any(isinstance(part, Private) for part in parts(inner)):
+        raise InvalidValue(_FP16)
 
 
 def _check_inner(inner: object) -> None:

@@ -25,7 +25,8 @@ class Route(Strategy):
     """The first pattern that matches a parameter's name chooses its strategy, else ``otherwise``.
 
     Patterns are shell-like: ``Route({"embed.*": Mean(), "*.bias": Mean()}, otherwise=...)``. The
-    parts of a bucket go one after the other, in the order of the patterns, ``otherwise`` last.
+    parts of a bucket go one after the other, in the order of the patterns, ``otherwise`` last. Patterns that
+    lead to one and the same strategy (the object, not its like) are one part: it sees all they match at once.
     """
 
     rules: Mapping[str, Strategy]
@@ -46,18 +47,20 @@ class Route(Strategy):
         refuse_private_inside("Route", *self.rules.values(), self.otherwise)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        shares = _shares(tuple(self.rules), bucket.layout)
+        shares = _shares(self._leading(), bucket.layout)
         if len(shares) == 1:  # the usual case, and the only one for a sparse gradient
             return await self._strategy(next(iter(shares))).reduce(bucket)
         gave_sent: list[tuple[list[slice], Callable[[], Tensor] | None, Tensor]] = []
+        sound = True
         for pattern, (places, layout) in shares.items():
             part = replace(bucket, flat=_gathered(bucket.flat, places), layout=layout)
             mine = part.flat.clone() if bucket.feedback else part.flat
             reduced = await self._strategy(pattern).reduce(part)
             _scattered(reduced.mean, places, into=bucket.flat)
             gave_sent.append((places, reduced.sent, mine))
+            sound = sound and reduced.sound
         if not any(sent for _, sent, _ in gave_sent):
-            return Reduced(bucket.flat)
+            return Reduced(bucket.flat, sound=sound)
 
         def sent() -> Tensor:
             whole = torch.empty_like(bucket.flat)
@@ -65,7 +68,15 @@ class Route(Strategy):
                 _scattered(part_sent() if part_sent else mine, places, into=whole)
             return whole
 
-        return Reduced(bucket.flat, sent=sent)
+        return Reduced(bucket.flat, sent, sound)
+
+    def _leading(self) -> tuple[tuple[str, str], ...]:
+        """Each pattern, and the first that has the same strategy."""
+        firsts: dict[int, str] = {}
+        return tuple(
+            (pattern, firsts.setdefault(id(strategy), pattern))
+            for pattern, strategy in {**self.rules, OTHERWISE: self.otherwise}.items()
+        )
 
     def _strategy(self, pattern: str) -> Strategy:
         return self.otherwise if pattern == OTHERWISE else self.rules[pattern]
@@ -79,12 +90,13 @@ Shares = dict[str, tuple[list[slice], tuple[Slot, ...]]]
 
 
 @lru_cache(maxsize=1024)
-def _shares(patterns: tuple[str, ...], layout: tuple[Slot, ...]) -> Shares:
-    """Which places of the flat gradient belong to which pattern; neighbours are joined."""
-    found: Shares = {pattern: ([], ()) for pattern in (*patterns, OTHERWISE)}
+def _shares(leading: tuple[tuple[str, str], ...], layout: tuple[Slot, ...]) -> Shares:
+    """Which places of the flat gradient belong to which leading pattern; neighbours are joined."""
+    leaders = dict(leading)
+    found: Shares = {leader: ([], ()) for leader in leaders.values()}
     start = 0
     for slot in layout:
-        chosen = next((p for p in patterns if fnmatchcase(slot.name, p)), OTHERWISE)
+        chosen = leaders[next((p for p in leaders if fnmatchcase(slot.name, p)), OTHERWISE)]
         places, slots = found[chosen]
         if places and places[-1].stop == start:
             places[-1] = slice(places[-1].start, start + slot.numel)

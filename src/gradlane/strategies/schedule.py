@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..core.bucket import Bucket
+from ..core.numbers import is_whole
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from .mean import Mean
@@ -22,7 +23,7 @@ class After(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int):
+        if not is_whole(self.step):
             raise WrongType(f"step is a {type(self.step).__name__}; it is a whole number of steps")
         if self.step < 0:
             raise InvalidValue(f"step={self.step} is before the first; use 0 or more")

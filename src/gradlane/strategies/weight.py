@@ -54,6 +54,8 @@ class Asked:
 
 def _checked(weight: object) -> float:
     try:
+        if isinstance(weight, bool | str):  # float() would read them
+            raise TypeError
         value = float(weight)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise WrongType(

@@ -10,8 +10,10 @@ from torch import Tensor
 from ..aggregate.mean import mean
 from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce
+from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from .combined import Combined
 from .mean import Mean
 from .private import refuse_private_inside
 from .shares import ROUNDING, shares
@@ -42,8 +44,8 @@ class WeightedMean(Strategy):
 
     def __post_init__(self) -> None:
         self._asked = Asked(self.weight)
-        if self.most is not None and not 0 < self.most <= 1:
-            raise InvalidValue(f"most={self.most}; it is a share of the whole, above 0 and at most 1")
+        if self.most is not None and not (is_number(self.most) and 0 < self.most <= 1):
+            raise InvalidValue(f"most={self.most!r}; it is a share of the whole, above 0 and at most 1")
         _check_inner(self.inner)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
@@ -136,7 +138,12 @@ def _check_inner(inner: object) -> None:
         name = type(part).__name__
         if isinstance(part, WeightedMean):
             raise InvalidValue("WeightedMean inside WeightedMean; multiply the weights, and use one")
-        if any(getattr(part, field, mean) is not mean for field in ("aggregate", "rule")):
+        if isinstance(part, Combined):
+            raise InvalidValue(
+                "Combined inside WeightedMean would leave ranks out, and what they weigh would be missing "
+                "from the sum; write WeightedMean(weight, Sharded(...)), or leave the weights out"
+            )
+        if getattr(part, "aggregate", mean) is not mean:
             raise InvalidValue(
                 f"WeightedMean weighs what a mean adds up, and the {name} inside it takes another aggregate "
                 "of the weighted gradients; use its default, or leave the weights out"

@@ -41,10 +41,11 @@ class Passed:
         if least <= allowed:
             return
         needed = math.ceil(1000 * least / self.numel) / 1000
+        way_out = f"use budget={needed:g} or more" if needed < 1 else "leave the budget out"
         raise InvalidValue(
             f"budget={share:g} allows {allowed:,} of {self.numel:,} elements a step, but {self.dense:,} are "
-            f"dense and rank 1 of {len(self.layers)} matrices is {least - self.dense:,}; use "
-            f"budget={needed:g} or more, or give the dense ones a strategy of their own with Route(...)"
+            f"dense and rank 1 of {len(self.layers)} matrices is {least - self.dense:,}; "
+            f"{way_out}, or give the dense ones a strategy of their own with Route(...)"
         )
 
     def same_rank(self, share: float, ranks: Mapping[str, int], fresh: Sequence[str]) -> dict[str, int]:

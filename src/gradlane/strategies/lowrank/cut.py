@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from ...core.bucket import Bucket, Slot, layout_digest
+from ...core.numbers import is_number, is_whole
 from ...errors import InvalidValue, WrongType
+from ...kernels.finite import all_finite
 
 Rank = int | Mapping[str, int] | Callable[[str, torch.Size], int]
 View = Literal["tensor", "bucket"]
 VIEWS = ("tensor", "bucket")
+WHOLE_BUCKET = "bucket "  # begins the name of a matrix that is one
 
 
 class Matrix(NamedTuple):
@@ -52,6 +55,16 @@ class Cut(NamedTuple):
         for place, part in self._runs(run):
             into[place].copy_(part)
 
+    def settle_rest(self, answer: Tensor, owed: Tensor, left: Tensor | None) -> None:
+        """The rest was sent whole and nothing of it is ``left``, but for what came back as no number."""
+        if answer.device.type == "meta" or left is None:
+            return
+        for place in self.rest:
+            if all_finite(answer[place]):  # the usual case, without a mask of that size
+                left[place].zero_()
+            else:
+                left[place].copy_(owed[place]).masked_fill_(answer[place].isfinite(), 0.0)
+
     def _runs(self, whole: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start = 0
         for place in self.rest:
@@ -79,7 +92,7 @@ def matrices_of(bucket: Bucket, view: View) -> list[Shaped]:
     if view == "bucket":
         numel = bucket.flat.numel()
         side = math.isqrt(numel)
-        name = f"bucket {layout_digest(bucket.layout)}"
+        name = WHOLE_BUCKET + layout_digest(bucket.layout)
         return [Shaped(name, torch.Size([numel]), 0, side, numel // side)] if side else []
     found, start = [], 0
     for name, shape in bucket.layout:
@@ -128,7 +141,7 @@ def rank_of(rank: Rank, name: str, shape: torch.Size) -> int:
     if isinstance(rank, Mapping):
         return next((r for pattern, r in rank.items() if fnmatchcase(name, pattern)), 0)
     found = rank(name, shape)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+    if not is_whole(found) or found < 0:
         raise InvalidValue(f"the rule for ranks gave {found!r} for {name!r}; return a whole number from 0 up")
     return found
 
@@ -138,24 +151,25 @@ def check_rank(strategy: str, rank: object) -> None:
         for pattern, r in rank.items():
             if not isinstance(pattern, str):
                 raise WrongType(f"{strategy} rank has the key {pattern!r}; use name patterns such as 'fc*'")
-            _check_number(strategy, f"rank[{pattern!r}]", r, least=0)
-    elif isinstance(rank, bool) or not (isinstance(rank, int) or callable(rank)):
+            check_whole(strategy, f"rank[{pattern!r}]", r, least=0)
+    elif not is_whole(rank) and not callable(rank):
         raise WrongType(
             f"{strategy} rank={rank!r}; use a whole number, a dict of name patterns to numbers, or a "
             "function of name and shape"
         )
-    elif isinstance(rank, int):
-        _check_number(strategy, "rank", rank, least=1)
+    elif is_whole(rank):
+        check_whole(strategy, "rank", rank, least=1)
 
 
-def _check_number(strategy: str, what: str, number: object, least: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+def check_whole(strategy: str, what: str, number: object, least: int) -> None:
+    if not is_whole(number) or number < least:
         raise InvalidValue(f"{strategy} {what}={number!r}; use a whole number from {least} up")
 
 
-def check_common(strategy: str, rank: object, least_rate: float, view: str) -> None:
+def check_common(strategy: str, rank: object, least_rate: float, view: str, seed: int) -> None:
     check_rank(strategy, rank)
-    if not 0 <= least_rate < math.inf:
+    check_whole(strategy, "seed", seed, least=0)
+    if not is_number(least_rate) or not 0 <= least_rate < math.inf:
         raise InvalidValue(f"{strategy} min_compression_rate={least_rate!r}; use a number from 0 up")
     if view not in VIEWS:
         raise InvalidValue(f"{strategy} view={view!r}; use one of {', '.join(VIEWS)}")

@@ -9,13 +9,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.across import Slots
 from ...core.bucket import Bucket
 from ...core.memory import Memory
 from ...errors import WrongType
 from ...kernels.products import orthonormalise
-from .cut import Cut, Matrix, slot_of
+from .cut import WHOLE_BUCKET, Cut, Matrix, slot_of
 
 SALT = 0x10F4  # of the first factors
+
+
+class FactorMemory(Memory):
+    """Factors by matrix, rank x rows or rank x columns: the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(shared=True)
+
+    def _misfit(self, name: str, tensor: Tensor, slots: Slots) -> str | None:
+        if tensor.dim() != 2:
+            return f"has {tensor.dim()} dimensions; a factor has two"
+        if name.startswith(WHOLE_BUCKET):
+            return None
+        slot = slots.get(name)
+        if slot is None:
+            return "is no parameter of this model"
+        if len(slot.shape) < 2 or tensor.shape[1] not in (slot.shape[0], slot.shape[1:].numel()):
+            return f"has shape {list(tensor.shape)}, which is no factor of a {list(slot.shape)} gradient"
+        return None
 
 
 class Message(NamedTuple):
@@ -45,34 +65,45 @@ def width(bucket: Bucket) -> torch.dtype:
     return torch.promote_types(bucket.flat.dtype, torch.float32)
 
 
-def widened(bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-    """The gradient and what is owed, as wide as the factors; themselves where they are."""
+class Wide(NamedTuple):
+    """The gradient, what is owed, and what takes the new debt, as wide as the factors."""
+
+    flat: Tensor
+    owed: Tensor | None
+    left: Tensor | None
+
+
+def widened(bucket: Bucket) -> Wide:
+    """The bucket's own tensors where they are wide enough."""
     if bucket.flat.is_sparse:
         name = bucket.names[0]
         raise WrongType(
             f"the sparse gradient of {name!r} has no low rank to find; give it a strategy of its own with "
             f"Route({{{name!r}: Mean()}}, otherwise=...), or use a dense embedding"
         )
-    flat, owed, wide = bucket.flat, bucket.owed, width(bucket)
+    flat, owed, left, wide = bucket.flat, bucket.owed, bucket.owed_after, width(bucket)
     if flat.dtype != wide:
         flat = bucket.empty("wide gradient", flat.numel(), wide).copy_(flat)
     if owed is not None and owed.dtype != wide:
-        owed = bucket.empty("wide debt", owed.numel(), wide).copy_(owed)
-    return flat, owed
+        owed = left = bucket.empty("wide debt", owed.numel(), wide).copy_(owed)
+    return Wide(flat, owed, left)
 
 
-def narrowed_back(bucket: Bucket, flat: Tensor, owed: Tensor | None) -> Tensor:
+def narrowed_back(bucket: Bucket, wide: Wide) -> Tensor:
     """The answer in the gradient's own width, and the debt in that of its memory."""
-    if owed is not None and bucket.owed is not None and owed is not bucket.owed:
-        bucket.owed.copy_(owed)
+    flat, left, after = wide.flat, wide.left, bucket.owed_after
+    if left is not None and after is not None and left is not after:
+        after.copy_(left)
     return flat if flat is bucket.flat else bucket.flat.copy_(flat)
 
 
 def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
     """The factor of the last step, rank x ``size``, orthonormal; drawn anew, alike on all ranks, where
-    there is none. Where the rank has grown since, rows are drawn to it."""
+    there is none. Where the rank has grown since, rows are drawn to it; where the width or the device is
+    another, as after a resume, it is converted."""
     kept = memory.get(matrix.name)
-    if kept is not None and kept.shape == (matrix.rank, size):
+    like = (width(bucket), bucket.flat.device)
+    if kept is not None and kept.shape == (matrix.rank, size) and (kept.dtype, kept.device) == like:
         return kept
     fresh = drawn(bucket, matrix, size, seed)
     if kept is not None and kept.shape[1] == size:
@@ -97,14 +128,6 @@ def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:
 
     A row without content becomes a direction of its own, so that what begins with zeros can grow.
     """
-    kept = memory.get(matrix.name)
-    if kept is None or kept.shape != factor.shape:
-        kept = factor.clone()
-        memory.put(matrix.name, kept)
-    else:
-        kept.copy_(factor)
+    kept = memory.blank(matrix.name, factor).copy_(factor)
     orthonormalise(kept)
-
-
-def finite(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta" or bool(tensor.isfinite().all())
+    memory.put(matrix.name, kept)

@@ -12,13 +12,15 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce, note
 from ...core.memory import Memory
+from ...core.numbers import is_number, is_small
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
+from ...kernels.finite import all_finite
 from ...kernels.products import expand, orthonormalise, project_columns, project_rows
-from .cut import Cut, Rank, View, check_common, cut
+from .cut import Cut, Rank, View, check_common, check_whole, cut
 from .factors import (
+    FactorMemory,
     Message,
-    finite,
     keep_factor,
     kept_factor,
     message_for,
@@ -73,18 +75,16 @@ class PowerSGD(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_common("PowerSGD", self._rank, self.min_compression_rate, self.view)
-        if self.iterations < 1:
-            raise InvalidValue(f"PowerSGD iterations={self.iterations}; use 1 or more")
+        check_common("PowerSGD", self._rank, self.min_compression_rate, self.view, self.seed)
+        check_whole("PowerSGD", "iterations", self.iterations, least=1)
         if self.owes not in ("own", "mean"):
             raise InvalidValue(f"PowerSGD owes={self.owes!r}; use 'own', or 'mean' as torch does")
-        if self.every < 1:
-            raise InvalidValue(f"PowerSGD every={self.every}; use 1 step or more")
-        self.factors = self.factors or Memory()
+        check_whole("PowerSGD", "every", self.every, least=1)
+        self.factors = self.factors or FactorMemory()
         if self.budget is not None:
-            if not 0 < self.budget < 1:
+            if not is_number(self.budget) or not 0 < self.budget < 1:
                 raise InvalidValue(
-                    f"PowerSGD budget={self.budget}; use a share of the gradient's elements between 0 and 1"
+                    f"PowerSGD budget={self.budget!r}; use a share of the gradient's elements between 0 and 1"
                 )
             self.plan = self.plan or RankPlan(self.budget, self.every)
 
@@ -98,6 +98,9 @@ class PowerSGD(Strategy):
             if not step.cut.matrices:
                 break
             qs = await step.columns(last=not left)  # 3
+            if left:
+                for q in qs:  # as large as M now: a product with M would be as large as its square
+                    orthonormalise(q)
         step.answer(qs)  # 4
         sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
         if self.warm_start:
@@ -106,7 +109,7 @@ class PowerSGD(Strategy):
         if self.plan is not None:
             self.plan.saw(bucket, sound)
             await note(ranks=sum(matrix.rank for matrix in step.cut.matrices))
-        return Reduced(narrowed_back(bucket, step.flat, step.owed), step.sent())
+        return Reduced(narrowed_back(bucket, step.wide), step.sent(), step.sound())
 
     def ranks(self) -> dict[str, int]:
         """The ranks that the budget gave, by name of parameter; none before the first step."""
@@ -131,23 +134,26 @@ class _Step:
 
     def __init__(self, bucket: Bucket, cut: Cut, owes: Owes) -> None:
         self.bucket, self.cut = bucket, cut
-        self.flat, self.owed = widened(bucket)
+        self.wide = widened(bucket)
+        self.flat, self.owed, self.left = self.wide
         self.own = owes == "own"
         self.ps: list[Tensor] = []
         self.fine = [True] * len(cut.matrices)
         """Per matrix: all numbers so far are finite. They come from the wire, so all ranks see the same."""
         self._rest: Tensor | None = None
+        self._averaged_qs: Tensor | None = None
         self._mine: tuple[Tensor, Tensor] | None = None  # the rest and Q as this rank sent them
-        if self.owed is not None and not self.own:
-            self.owed.add_(self.flat)  # M, until the answer is taken off
-            self.given, self.debt = self.owed, None
+        if self.owed is not None and self.left is not None and not self.own:
+            self.given = torch.add(self.owed, self.flat, out=self.left)  # M, until the answer is taken off
+            self.debt = None
         else:
             self.given, self.debt = self.flat, self.owed
 
     async def rows(self, qs: list[Tensor]) -> None:
         """P, averaged and orthonormal; the rest of the bucket goes with the first."""
         first = self._rest is None
-        message = self._message("factors P", [m.rows for m in self.cut.matrices], rest=first)
+        use = "factors P" if first else "factors P again"  # of another size: it has no rest
+        message = self._message(use, [m.rows for m in self.cut.matrices], rest=first)
         if first:
             self.cut.gather(self.given, self.debt, message.rest)
             if self.bucket.feedback:
@@ -166,15 +172,20 @@ class _Step:
         message = self._message("factors Q", sizes, rest=False)
         for place, (p, q) in enumerate(zip(self.ps, message.factors, strict=True)):
             given, debt = self._matrix(place)
+            settles = last and debt is not None
+            left = self.cut.matrices[place].of(self.left) if settles and self.left is not None else None
             if self.fine[place]:
-                project_columns(given, debt, p, q, settle=last and debt is not None)
-            else:  # what is owed stays as it was
-                q.zero_()
+                project_columns(given, debt, p, q, settle=settles, left=left)
+                continue
+            q.zero_()
+            if left is not None and debt is not None:  # what is owed stays as it was
+                left.copy_(debt)
         if last and self._mine is not None:
             self._mine = (self._mine[0], message.flat.clone())
         message = await self._averaged(message, sizes)
-        if not finite(message.flat):
-            self.fine = [fine and finite(q) for fine, q in zip(self.fine, message.factors, strict=True)]
+        self._averaged_qs = message.flat
+        if not all_finite(message.flat):
+            self.fine = [fine and all_finite(q) for fine, q in zip(self.fine, message.factors, strict=True)]
         return message.factors
 
     def answer(self, qs: list[Tensor]) -> None:
@@ -185,14 +196,18 @@ class _Step:
                 matrix.of(self.flat).fill_(torch.nan)
         assert self._rest is not None
         self.cut.scatter(self._rest, self.flat)
-        if self.owed is None:
+        if self.left is None:
             return
-        if not self.own:
-            self.owed.sub_(self.flat)
-            self.owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            return
-        for place in self.cut.rest:  # it was sent whole
-            self.owed[place].masked_fill_(self.flat[place].isfinite(), 0.0)
+        if self.own:
+            assert self.owed is not None
+            self.cut.settle_rest(self.flat, self.owed, self.left)
+        else:
+            self.left.sub_(self.flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def sound(self) -> bool:
+        """P is orthonormal, so that what is in the answer is no larger than Q, and the rest."""
+        seen = [part for part in (self._rest, self._averaged_qs) if part is not None]
+        return all(self.fine) and all(map(is_small, seen))
 
     def sent(self) -> Callable[[], Tensor] | None:
         """What the others saw of this rank, for a wrapper that asks."""

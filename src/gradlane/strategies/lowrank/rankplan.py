@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.across import Shared
 from ...core.bucket import Bucket
 from ...errors import InvalidValue
 from ...kernels.products import row_squares
@@ -21,7 +22,7 @@ NEWEST = 0.3  # weight of the newest look in their average
 KEPT = ("decided", "step", "numel", "dense", "cost", "most", "rank", "energy")
 
 
-class RankPlan:
+class RankPlan(Shared):
     """Ranks within ``share`` of the elements, decided anew every ``every`` steps without a message more.
 
     P is orthonormal and all ranks know Q, so the square of row k of Q is the energy that rank k carried,
@@ -34,12 +35,16 @@ class RankPlan:
     last may go beyond the share in the very first step, and never again.
     """
 
+    shared = True  # all ranks see the same figures, and decide alike
+
     def __init__(self, share: float, every: int) -> None:
         self.share, self.every = share, every
         self.ranks: dict[str, int] = {}
         self.energy: dict[str, list[float]] = {}
         self._decided, self._step = 0, -1
         self._whole, self._now = Passed(), Passed()
+        self.undoable = False
+        self._before: dict[str, Any] | None = None  # as it was before the step under way
 
     def ranks_at(self, bucket: Bucket, layers: Mapping[str, Layer], dense: int) -> dict[str, int]:
         """The ranks of a bucket's matrices; ``dense`` elements of it travel as they are."""
@@ -70,7 +75,18 @@ class RankPlan:
         """The last whole step; one with fewer elements than the one before has broken off."""
         return self._now if self._now.numel >= self._whole.numel else self._whole
 
+    def keep(self) -> None:
+        self._before = None
+
+    def undo(self) -> None:
+        """A step that failed may have come further on some ranks; they must decide alike afterwards."""
+        if self._before is not None:
+            vars(self).update(self._before)
+        self._before = None
+
     def _begin(self, step: int) -> None:
+        if self.undoable:
+            self._before = {**vars(self), "ranks": dict(self.ranks), "energy": dict(self.energy)}
         self._whole, self._now, self._step = self._last(), Passed(), step
         if not self._whole.numel:
             self._decided = step

@@ -1,0 +1,46 @@
+"""What a rule about whole vectors answers: combinations of the ranks' rows, and what makes one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .combine import combine_into
+from .rule import RowRule
+
+BLOCK = 8192  # columns of which mixed rows stay in the cache
+Room = Callable[[int], Tensor]
+"""From a number of elements to an fp32 tensor of them, which may hold anything."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The answer of a rule that knows the whole gradients by their inner products only."""
+
+    weights: Tensor
+    """fp64 [m, ranks]: the rows that come out, as linear combinations of the ranks'."""
+    then: RowRule | None = None
+    """What makes one of them, element by element; None where m is 1."""
+
+    def applied(self, rows: Tensor) -> Tensor:
+        """From fp32 rows [ranks, n] to [n]."""
+        out = rows.new_empty(rows.shape[1])
+        self.write(rows, out, lambda numel: rows.new_empty(numel))
+        return out
+
+    def write(self, rows: Tensor, out: Tensor, room: Room) -> None:
+        """The same, into ``out``."""
+        weights = self.weights.to(rows)
+        if self.then is None:
+            torch.mv(rows.t(), weights[0], out=out)
+            return
+        count = len(weights)
+        mixed = room(count * min(BLOCK, len(out)))
+        for start in range(0, len(out), BLOCK):
+            block = rows[:, start : start + BLOCK]
+            width = block.shape[1]
+            mix = torch.mm(weights, block, out=mixed[: count * width].view(count, width))
+            combine_into(self.then, mix, out[start : start + width])

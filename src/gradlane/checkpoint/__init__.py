@@ -1,0 +1,1 @@
+"""Checkpoints of an attachment: a folder with a file per rank, and a manifest (docs/checkpoints.md)."""

@@ -1,0 +1,136 @@
+"""``Attachment.load``: all ranks read and check first; if one refuses, all do, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.across import Carried, Fits, Fitting, Slots
+from ..core.strategy import Leaf, named_states
+from ..errors import InvalidValue
+from ..lane.agree import Board, Document
+from ..lane.open import first_difference, refuse_differences
+from ..log import log
+from .files import Files
+from .folder import checkpoints_in
+from .manifest import Manifest
+from .save import common_token
+from .subject import Layout, Subject, slots_of
+from .together import attempted, first_failure, nothing, patient
+from .tree import part_at, with_part
+
+
+class Loaded(NamedTuple):
+    step: int
+    layout: Layout
+
+
+def load(board: Board, path: Path, subject: Subject, strict: bool) -> Loaded:
+    manifest = _chosen(board, path, strict)
+    before = subject.strategy.state_dict()
+    left_out: list[str] = []
+    done = False
+    try:
+        mine, error = attempted(
+            nothing(lambda: left_out.extend(_take(board, path, manifest, subject, strict)))
+        )
+        size = max(file.size for file in manifest.files) * (1 + manifest.world // board.world)
+        _, notes = patient(board, size).agree("load/taken", mine, doing="load")
+        _refuse_all_if_one(notes, path, error)
+        done = True
+    finally:
+        if not done:
+            subject.strategy.load_state_dict(before)
+    for left in left_out:
+        log.warning("load: left out %s", left)
+    return Loaded(manifest.step, manifest.layout)
+
+
+def _chosen(board: Board, path: Path, strict: bool) -> Manifest:
+    """The newest checkpoint that all ranks see."""
+    found: list[Manifest] = []
+
+    def look() -> Document:
+        found.extend(checkpoints_in(path))
+        return {"tokens": [manifest.token for manifest in found], "steps": [m.step for m in found]}
+
+    mine, error = attempted(look)
+    _, notes = board.agree("load/found", {**mine, "strict": strict}, doing="load")
+    refuse_differences(notes, ("strict",), "load")
+    _refuse_all_if_one(notes, path, error)
+    token = common_token([note["tokens"] for note in notes])
+    if token is None:
+        seen = {rank: note["steps"] for rank, note in enumerate(notes)}
+        raise InvalidValue(
+            f"the ranks see different checkpoints in {path}, of the steps {seen}; give all ranks the same one"
+        )
+    return next(manifest for manifest in found if manifest.token == token)
+
+
+def _refuse_all_if_one(notes: Sequence[Document], path: Path, error: BaseException | None) -> None:
+    if (failure := first_failure(list(notes))) is not None:
+        raise InvalidValue(
+            f"rank {failure[0]} cannot load {path}: {failure[1]} [no rank has loaded anything]"
+        ) from error
+
+
+def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict: bool) -> list[str]:
+    """Load this rank's state; what was left out, in words."""
+    strategy, same_world = subject.strategy, manifest.world == board.world
+    if strict:
+        _must_be_the_same(manifest, subject)
+    leaves = list(named_states(strategy))
+    files = Files(
+        path,
+        manifest,
+        into=None if strict else [x for x in leaves if same_world or isinstance(x.state, Carried)],
+    )
+    state = dict(files[board.rank]) if same_world else strategy.carried(files, board.rank, board.world)
+    fitting, wrong = _fitting(leaves, state, slots_of(subject.parameters))
+    if strict:
+        if wrong:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise InvalidValue(f"{wrong[0]}{more}; strict=False leaves out what does not fit")
+        strategy.load_state_dict(state)
+        return []
+    return files.left_out + wrong + _load_what_can_be(leaves, fitting)
+
+
+def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
+    if manifest.strategy != subject.text:
+        raise InvalidValue(
+            f"it was saved by {manifest.strategy}, this attachment runs {subject.text}; attach the strategy "
+            "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"
+        )
+    theirs, own = list(map(str, manifest.parameters)), list(map(str, subject.parameters))
+    if theirs != own:
+        there, here = first_difference(theirs, own)
+        raise InvalidValue(
+            f"it was saved with another model: it has {there}, this model has {here}; load it with the same "
+            "model, or with strict=False to keep the parts that fit"
+        )
+
+
+def _fitting(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -> Fitting:
+    kept: dict[str, Any] = {}
+    wrong: list[str] = []
+    for leaf in leaves:
+        part = part_at(state, leaf.path)
+        if isinstance(leaf.state, Fits):
+            part, objections = leaf.state.fitting(part, slots)
+            wrong += [f"{leaf.owner}: {objection}" for objection in objections]
+        with_part(kept, leaf.path, part)
+    return kept, wrong
+
+
+def _load_what_can_be(leaves: Sequence[Leaf], state: Mapping[str, Any]) -> list[str]:
+    left_out = []
+    for leaf in leaves:
+        part = part_at(state, leaf.path)
+        try:
+            leaf.state.load_state_dict(part)
+        except InvalidValue as error:
+            if part:  # else it has no state to begin with, and says so
+                left_out.append(f"{leaf.owner}: {error}")
+    return left_out

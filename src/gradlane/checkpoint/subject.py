@@ -1,0 +1,69 @@
+"""What is saved, and what it is loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..core.across import Expected, Slots
+from ..core.strategy import Strategy
+from .rankfile import DTYPES
+
+Layout = list[list[str]]
+"""Names of parameters, bucket by bucket."""
+
+
+class Parameter(NamedTuple):
+    name: str
+    shape: list[int]
+    dtype: str
+    trained: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape} {self.dtype} {'trained' if self.trained else 'frozen'}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A strategy at work on a model, between two steps."""
+
+    strategy: Strategy
+    text: str
+    step: int
+    parameters: Sequence[Parameter]
+    layout: Layout
+    """In force; none before the first step."""
+
+
+def parameters_of(module: nn.Module) -> list[Parameter]:
+    return [
+        Parameter(name, list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+        for name, p in module.named_parameters()
+    ]
+
+
+def slots_of(parameters: Sequence[Parameter]) -> Slots:
+    """What memories expect of them: a complex one is seen as real pairs."""
+    return dict(_slots(parameters))
+
+
+def _slots(parameters: Sequence[Parameter]) -> Iterator[tuple[str, Expected]]:
+    for name, shape, dtype, trained in parameters:
+        kind = DTYPES.get(dtype)
+        if trained and kind is not None:
+            pair = (2,) if kind.is_complex else ()
+            yield name, Expected(torch.Size((*shape, *pair)), torch.empty(0, dtype=kind).abs().dtype)
+
+
+def as_layout(given: object) -> Layout:
+    """Checked: lists of names, none twice."""
+    names: list[Any] = []
+    if isinstance(given, list) and all(isinstance(bucket, list) for bucket in given):
+        names = [name for bucket in given for name in bucket]
+        if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
+            return given
+    raise ValueError("the layout is not a list of lists of names, each once")

@@ -1,0 +1,38 @@
+"""Keeps optimizers from using the gradients of a skipped step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Withheld:
+    """While ``on``, any ``torch.optim`` optimizer that is asked to step finds no gradients of this model.
+
+    Parameters without a gradient are left alone, with their momentum, by every optimizer of torch. Gradients
+    are taken away so late, not in backward, because a GradScaler must see that they are not finite.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.on = False
+        self._mine = {id(parameter) for parameter in parameters}
+        me = weakref.ref(self)  # torch keeps the hook; it must not keep us
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (living := me()) is not None and living.on:
+                living._take_away(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(before_step)
+
+    def _take_away(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._mine:
+                    parameter.grad = None
+
+    def close(self) -> None:
+        self._handle.remove()

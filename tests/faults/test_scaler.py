@@ -1,0 +1,95 @@
+"""Loss scaling (R10): memory is in the units of the loss, whatever the scale does."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradlane as gl
+from gradlane.local import run_ranks
+
+from ..laws.test_undo import equal
+from ..training import build, data, replicas_equal
+from .test_nonfinite import SMALL, STRATEGIES, Injected
+
+
+class Steps:
+    """A scale that goes from 2^16 to 2^8 and to 2^20, as R10 has it."""
+
+    def get_scale(self):
+        return (2.0**16, 2.0**8, 2.0**20)[self.step // 10]
+
+
+def train(rank, strategy, scaled):
+    ddp = DistributedDataParallel(build(), **SMALL)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    scaler = Steps()
+    with gl.attach(ddp, strategy, timeout=30, scaler=scaler if scaled else None) as attachment:
+        for step in range(30):
+            scaler.step = step
+            scale = scaler.get_scale() if scaled else 1.0
+            optimizer.zero_grad()
+            (ddp(data(rank, step)) * scale).backward()
+            for p in ddp.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(1 / scale)
+            optimizer.step()
+        return [p.detach().clone() for p in ddp.parameters()], attachment.state_dict()["state"]
+
+
+@pytest.mark.parametrize("strategy", [text for text in STRATEGIES if "float16" not in text])
+def test_scaled_is_bit_identical_to_unscaled(strategy):
+    plain = run_ranks(train, 2, strategy, False)
+    scaled = run_ranks(train, 2, strategy, True)
+    for (weights, state), (scaled_weights, scaled_state) in zip(plain, scaled, strict=True):
+        assert all(map(torch.equal, weights, scaled_weights))
+        assert equal(state, scaled_state)
+
+
+def with_torchs_scaler(rank, given):
+    """torch's own, with an overflow in step 4: it must see it, back off, and leave weights alone."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    injected = Injected(ddp.module, rank, [(4, 1, 2, math.inf)])
+    scales, kept = [], []
+    strategy = "ErrorFeedback(Sharded(Int4(block=32)))"
+    with gl.attach(ddp, strategy, timeout=30, scaler=scaler if given else None) as attachment:
+        for step in range(9):
+            injected.step = step
+            weights = [p.detach().clone() for p in ddp.parameters()]
+            before = attachment.state_dict()["state"]
+            optimizer.zero_grad()
+            scaler.scale(ddp(data(rank, step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            same = all(map(torch.equal, weights, ddp.parameters()))
+            kept.append(same and step > 0 and equal(attachment.state_dict()["state"], before))
+        return scales, kept, replicas_equal(ddp.parameters()), attachment.metrics()["comm/skipped"]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_torchs_scaler_sees_the_overflow(given):
+    for scales, kept, equal_, skipped in run_ranks(with_torchs_scaler, 2, given):
+        up = 2.0**11
+        assert scales[:5] == [2.0**10, 2.0**10, up, up, up / 2]
+        assert kept == [step == 4 for step in range(9)]
+        assert equal_
+        assert skipped == 1
+
+
+def wrong_scaler(rank):
+    ddp = DistributedDataParallel(build())
+    with pytest.raises(gl.WrongType, match=r"has no get_scale\(\); pass the torch.amp.GradScaler"):
+        gl.attach(ddp, "Mean()", scaler=1024.0)
+    with gl.attach(ddp, "Mean()", timeout=20) as attachment:
+        assert attachment.scaler is None
+        attachment.scaler = scaler = torch.amp.GradScaler("cpu")
+        assert attachment.scaler is scaler
+    return True
+
+
+def test_a_scaler_has_a_scale():
+    assert run_ranks(wrong_scaler, 2) == [True, True]
