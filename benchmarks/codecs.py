@@ -1,5 +1,7 @@
 """What codecs cost against a copy of the same gradient: encode, decode, decode and add, encode with feedback.
 
+Feedback is in place, or apart: with the new debt in another buffer, and the two change places every time.
+
 Arms take turns on the same sets of 25 MB buffers, so that whatever else the machine does hits them alike, and
 that each finds its buffers equally far away: a copy within the cache is much faster than one through memory.
 Medians over all rounds and sets, as multiples of the median copy. One thread.
@@ -21,7 +23,7 @@ CODECS = (gl.Raw(), gl.Int8(), gl.Int4(), gl.Int2(), gl.Sign(), gl.Fp8(), gl.Fp8
           gl.Int8(rounding="stochastic"), gl.Int4(rotate=True), gl.Sign(rotate=True), gl.TopK(),
           gl.TopK(value="bfloat16"), gl.RandomK(), gl.RandomK(run=64))  # fmt: skip
 SETS = 4
-ACTS = ("encode", "decode", "decode+add", "encode+feedback")
+ACTS = ("encode", "decode", "decode+add", "encode+feedback", "feedback apart")
 
 
 class Buffers:
@@ -29,6 +31,7 @@ class Buffers:
 
     def __init__(self, codec: gl.Codec, numel: int) -> None:
         self.x, self.owed = torch.randn(numel), torch.randn(numel) * 0.1
+        self.other = self.owed.clone()
         self.into, self.copied = torch.zeros(numel), torch.zeros(numel)
         self.payload = codec.encode(self.x, 1)
         self.arms: dict[str, Callable[[], object]] = {
@@ -37,7 +40,12 @@ class Buffers:
             "decode": lambda: codec.decode(self.payload, self.into, 1),
             "decode+add": lambda: codec.add_decoded(self.payload, self.into, 1),
             "encode+feedback": lambda: codec.encode_owed(self.x, self.owed, 1, out=self.payload),
+            "feedback apart": lambda: self.apart(codec),
         }
+
+    def apart(self, codec: gl.Codec) -> None:
+        codec.encode_owed(self.x, self.owed, 1, out=self.payload, left=self.other)
+        self.owed, self.other = self.other, self.owed
 
 
 def measure(codec: gl.Codec, kernels: str, numel: int, rounds: int) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """What low-rank compression costs against a copy of the same gradient: each pass, and a step of PowerSGD.
 
 A step is: p from rows, p made orthonormal, q from columns with what is owed settled, the matrix from p and q.
-The arm `torch's sequence` does the same in the way of torch's powerSGD_hook. Arms take turns on the same sets
-of buffers, so that each finds them equally far away. Medians over all rounds and sets, as multiples of the
-median copy. One thread. torch's own sequence runs beside the first kernels only.
+Apart: what is owed then goes to another buffer, and the two change places every time. The arm `torch's
+sequence` does the same in the way of torch's powerSGD_hook. Arms take turns on the same sets of buffers, so
+that each finds them equally far away. Medians over all rounds and sets, as multiples of the median copy. One
+thread. torch's own sequence runs beside the first kernels only.
 
     python benchmarks/lowrank.py --json benchmarks/results/DATE-lowrank-kernels.json
 """
@@ -20,7 +21,7 @@ from gradlane.kernels import native, products
 
 SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
 PASSES = ("rows", "orthonormalise", "columns+settle", "expand")
-OTHERS = ("step", "rows+settle", "torch's sequence")
+OTHERS = ("step", "columns apart", "rows+settle", "rows apart", "torch's sequence")
 
 
 class Buffers:
@@ -29,8 +30,9 @@ class Buffers:
     def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:
         numel = sum(a * b for a, b in shapes)
         self.flat, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.zeros(numel)
-        self.settled = self.error.clone()
+        self.settled, self.spare = self.error.clone(), self.error.clone()
         self.g, self.owed, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
+        self.left = matrices(self.spare, shapes)
         self.p = [torch.randn(rank, a) for a, _ in shapes]
         self.q = [torch.randn(rank, b) for _, b in shapes]
         self.fixed = [torch.randn(rank, b) for _, b in shapes]
@@ -45,7 +47,9 @@ class Buffers:
             "columns+settle": lambda: self.columns(),
             "expand": lambda: self.each(products.expand, self.p, self.q, self.into),
             "step": lambda: self.step(),
+            "columns apart": lambda: self.columns_apart(),
             "rows+settle": lambda: self.rows_settled(),
+            "rows apart": lambda: self.rows_apart(),
             "torch's sequence": lambda: torch_sequence(self.flat, self.error, self.theirs, shapes, self.q),
         }
 
@@ -60,6 +64,16 @@ class Buffers:
     def rows_settled(self) -> None:
         for g, owed, q, p in zip(self.g, self.owed, self.fixed, self.rough, strict=True):
             products.project_rows(g, owed, q, p, settle=True)
+
+    def columns_apart(self) -> None:
+        for g, owed, left, p, q in zip(self.g, self.owed, self.left, self.p, self.q, strict=True):
+            products.project_columns(g, owed, p, q, settle=True, left=left)
+        self.owed, self.left = self.left, self.owed
+
+    def rows_apart(self) -> None:
+        for g, owed, left, q, p in zip(self.g, self.owed, self.left, self.fixed, self.rough, strict=True):
+            products.project_rows(g, owed, q, p, settle=True, left=left)
+        self.owed, self.left = self.left, self.owed
 
     def step(self) -> None:
         self.each(products.project_rows, self.g, self.owed, self.q, self.p)

@@ -29,6 +29,17 @@ def members(session):
     return found
 
 
+def children(parent):
+    """The processes that this one has started and that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
 def gone(condition, seconds=10):
     """Whether the condition comes true in time."""
     end = time.monotonic() + seconds

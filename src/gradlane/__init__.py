@@ -29,6 +29,7 @@ from .core.events import Event, StepTimes, Timing
 from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
 from .ddp import attach
+from .elastic import init_elastic
 from .end import shutdown
 from .errors import (
     GradlaneError,
@@ -141,6 +142,7 @@ __all__ = [
     "attach",
     "describe",
     "dry_run",
+    "init_elastic",
     "mean",
     "note",
     "parse",

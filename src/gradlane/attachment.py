@@ -34,8 +34,9 @@ class Attachment(AtWork):
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         self.on_close: Callable[[], None] = _nothing
         super().__init__(
-            ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach", must_agree={}
-        )
+            ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
+            must_agree={"wrapping": _wrapping(ddp)},
+        )  # fmt: skip
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         return self._feed.reduce(bucket, self.strategy)
@@ -73,6 +74,14 @@ class Attachment(AtWork):
 
 def _nothing() -> None:
     """Before ``attach`` has said what else is to be done at close."""
+
+
+def _wrapping(ddp: DistributedDataParallel) -> str:
+    """What decides DDP's buckets and their order: different ones would wait for each other."""
+    return (
+        f"bucket_cap_mb={ddp.bucket_bytes_cap / 2**20:g} find_unused_parameters={ddp.find_unused_parameters} "
+        f"static_graph={ddp.static_graph}"
+    )
 
 
 def _counts_active(ddp: DistributedDataParallel | None) -> bool:

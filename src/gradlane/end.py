@@ -6,6 +6,7 @@ import atexit
 import gc
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from . import at_work, compat
@@ -27,7 +28,8 @@ def shutdown(timeout: float = 30.0) -> None:
     Call it last, on every rank, instead of ``destroy_process_group``, when the DDP model and its
     optimizer are out of scope: train in a function, and shut down after it has returned. A group
     that is destroyed while a DDP model still refers to it can hang the process at its exit (Gloo's
-    workers need the GIL that the model's destructor holds while it waits for them).
+    workers need the GIL that the model's destructor holds while it waits for them). The ranks wait for
+    each other for ``timeout`` seconds at most.
     """
     close_all()
     gc.collect()
@@ -35,10 +37,22 @@ def shutdown(timeout: float = 30.0) -> None:
         return
     try:
         if dist.get_world_size() > 1:
-            work = dist.barrier(async_op=True)
-            if work is not None:
-                work.wait(timedelta(seconds=timeout))
-                del work
+            _meet(timedelta(seconds=timeout))
     except RuntimeError:
         pass  # a peer is gone; it is not needed any more
     dist.destroy_process_group()
+
+
+def _meet(limit: timedelta) -> None:
+    """A barrier that ends in time by itself: to destroy a group waits for all that it has under way, and
+    the group's own time-out may be half an hour."""
+    if "gloo" in str(dist.get_backend_config()):
+        how = dist.BarrierOptions()
+        how.timeout = limit
+        how.device = torch.device("cpu")
+        how.asyncOp = True
+        work = dist.distributed_c10d._get_default_group().barrier(how)
+    else:
+        work = dist.barrier(async_op=True)
+    if work is not None:
+        work.wait(limit)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from .end import shutdown
 from .errors import InvalidValue, WrongState
-from .lane.thread import living_lanes
+from .lane.living import living_lanes
 
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 

@@ -146,6 +146,36 @@ def test_every_dtype(name, width, kept):
 
 
 @everyone
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("width", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
+def test_what_is_left_may_go_elsewhere(name, kept, width, bad):
+    """The same bits as in place, over what was there before; what was owed is not touched."""
+    codec, x, owed = CODECS[name], gaussian(5000, dtype=width), gaussian(5000, 1, dtype=kept) * 0.3
+    if bad is not None:
+        x[[17, 4000]] = bad
+    before, after, spread = owed.clone(), torch.full_like(owed, math.nan), torch.zeros(5000, 2, dtype=kept)
+    elsewhere = codec.encode_owed(x, owed, 6, left=after)
+    assert torch.equal(owed.view(torch.uint8), before.view(torch.uint8))
+    codec.encode_owed(x, owed, 6, left=spread[:, 1])
+    in_place = codec.encode_owed(x, before, 6, left=before)
+    assert same_bits(elsewhere, in_place)
+    assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(spread[:, 1].contiguous().view(torch.uint8), before.view(torch.uint8))
+    assert spread[:, 0].count_nonzero() == 0
+
+
+def same_bits(left, right):
+    return same([part.view(torch.uint8) for part in left], [part.view(torch.uint8) for part in right])
+
+
+@pytest.mark.parametrize("left", [torch.zeros(9), torch.zeros(10).double(), torch.zeros(10, device="meta")])
+def test_what_cannot_take_the_debt_is_refused(left):
+    with pytest.raises(gl.InvalidValue, match=r"left is .* must be like owed"):
+        gl.Int8().encode_owed(torch.zeros(10), torch.zeros(10), 1, left=left)
+
+
+@everyone
 @pytest.mark.parametrize("numel", [0, 1, 5000])
 def test_meta_tensors_have_shapes_only(name, numel):
     codec, x = CODECS[name], torch.empty(numel, device="meta")

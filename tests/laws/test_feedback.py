@@ -1,11 +1,13 @@
 """What error feedback owes and what it has sent are the gradients, always."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 import gradlane as gl
+from gradlane.strategies.feedback import settled
 
 from ..catalogue import OWING, STRATEGIES
 from .test_laws import SHAPES, gradients, simulation
@@ -35,6 +37,43 @@ def test_sent_and_owed_add_up_to_the_gradients(name, bucket_bytes):
     slack = 5e-2 if "bf16" in name else 1e-5  # a memory of bf16 rounds what is owed
     for key in SHAPES:
         torch.testing.assert_close(world * sent[key] + owed[key], total[key], rtol=slack, atol=slack)
+
+
+class TwoBuffers(gl.Strategy):
+    """Error feedback whose new debt goes to a buffer of its own, with anything in it before."""
+
+    def __init__(self, feedback):
+        self.inner, self.memory = feedback.inner, feedback.memory
+
+    async def reduce(self, bucket):
+        owed = self.memory.like(bucket)
+        before, left = owed.clone(), torch.full_like(owed, torch.nan)
+        reduced = await settled(self.inner, dataclasses.replace(bucket, owed=owed, left=left))
+        assert torch.equal(owed, before)
+        owed.copy_(left)
+        return gl.Reduced(reduced.mean)
+
+
+@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_new_debt_beside_the_old_one_has_the_same_bits(name, world, dtype):
+    in_place = simulation(name, world)
+    apart = gl.Simulation(TwoBuffers(STRATEGIES[name]()), world=world)
+    for step in range(6):
+        mine = gradients(world, step, dtype)
+        if step in (2, 3):  # in a matrix, and beside it
+            mine[step % 2]["a.weight" if step == 2 else "a.bias"].view(-1)[3] = torch.inf
+        expected = in_place.step([dict(own) for own in mine])
+        found = apart.step([dict(own) for own in mine])
+        for key in SHAPES:
+            assert same(found[0][key], expected[0][key])
+            for one, other in zip(in_place.strategies, apart.strategies, strict=True):
+                assert same(one.memory.state_dict()[key], other.memory.state_dict()[key])
+
+
+def same(x, y):
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(nan=0), y.nan_to_num(nan=0))
 
 
 def test_with_server_feedback_too():
@@ -161,3 +200,10 @@ def test_at_two_ranks_sharded_is_gathered():
         a, b = first.step(gradients(2, step)), second.step(gradients(2, step))
         assert all(torch.equal(a[0][key], b[0][key]) for key in SHAPES)
     assert first.events == second.events
+
+
+def test_a_narrow_memory_does_not_narrow_what_is_sent():
+    """What a plain mean sends is the gradient itself; bfloat16 is for what is owed, and nothing is."""
+    given_ = [{"w": torch.tensor([1.0 + 2.0**-20, 3.0])} for _ in range(2)]
+    ranks = gl.Simulation(gl.ErrorFeedback(gl.Mean(), torch.bfloat16), world=2)
+    assert torch.equal(ranks.step(given_)[0]["w"], given_[0]["w"])

@@ -128,6 +128,25 @@ def test_a_state_that_is_dropped_takes_its_lane_along():
     assert run_ranks(one_after_the_other, 2) == [1, 1]
 
 
+def one_group_after_the_other(rank):
+    """The hook stays, and the groups that it was used with are destroyed."""
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        ddp = DistributedDataParallel(build(), process_group=group)
+        ddp.register_comm_hook(group, compat.allreduce_hook)
+        ddp(data(rank, 0)).backward()
+        del ddp
+        gc.collect()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    return sum(thread.name.startswith("gradlane-") for thread in threading.enumerate())
+
+
+def test_a_group_that_is_destroyed_takes_its_lane_along():
+    assert run_ranks(one_group_after_the_other, 2) == [1, 1]
+
+
 def on_a_subgroup(rank):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     state = compat.PowerSGDState(pairs[rank // 2], start_powerSGD_iter=2, min_compression_rate=1)

@@ -64,6 +64,9 @@ def test_who_is_wrong_is_named_by_rank_0_and_by_itself():
     assert found[0][0][1:] == ["rank 3 sent values that are not finite in step 4 and is left out"]
     assert found[1][1]["comm/rank3_excluded"] == 1
     assert found[1][1]["comm/step/rank3_excluded"] == 1
+    weights = [found[1][1].get(f"comm/step/rank{rank}_weight", 0.0) for rank in range(4)]
+    assert sorted(weights) == [0, 0, 0, 1]  # Krum hears one
+    assert weights[3] == 0
 
 
 def too_many(rank):

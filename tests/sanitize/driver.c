@@ -22,35 +22,39 @@ static float *numbers(int64_t n, int kind, Keys keys) {
 static void blocks(int level, int threads, int form, int flags, int64_t n, int64_t block, int kind) {
     static const int bits[] = {8, 4, 2, 1, 8, 8, 8};
     const int64_t count = (n + block - 1) / block, coded = flags & ROTATE ? count * block : n;
-    float *x = numbers(n, kind, (Keys){1, 2}), *owed = numbers(n, kind, (Keys){3, 4}), *out = exactly(n * 4);
+    float *x = numbers(n, kind, (Keys){1, 2}), *owed = numbers(n, kind, (Keys){3, 4});
+    float *out = exactly(n * 4), *left = exactly(n * 4);
     uint8_t *codes = exactly((coded * bits[form] + 7) / 8);
     void *side = exactly(form == NATURAL ? (n + 7) / 8 : (form == SIGN ? 2 : 4) * count);
-    gradlane_encode_blocks(level, threads, form, flags, x, NULL, n, block, 5, 6, codes, side);
+    gradlane_encode_blocks(level, threads, form, flags, x, NULL, NULL, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 0);
-    gradlane_encode_blocks(level, threads, form, flags, x, owed, n, block, 5, 6, codes, side);
+    gradlane_encode_blocks(level, threads, form, flags, x, owed, left, n, block, 5, 6, codes, side);
+    gradlane_encode_blocks(level, threads, form, flags, x, owed, owed, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 1);
     const uint8_t *const all_codes[] = {codes, codes, codes};
     void *const sides[] = {side, side, side};
     const uint32_t keys[] = {5, 6, 5, 6, 5, 6};
     if (n) gradlane_decode_many(level, threads, form, flags, 3, all_codes, sides, keys, n, block, out, 0.25f);
-    free(x), free(owed), free(out), free(codes), free(side);
+    free(x), free(owed), free(left), free(out), free(codes), free(side);
 }
 
 static void topk(int level, int threads, int64_t n, int64_t k, int narrow, int kind) {
     float *x = numbers(n, kind, (Keys){7, 8}), *owed = numbers(n, kind, (Keys){9, 10});
+    float *left = exactly(n * 4);
     void *values = exactly(k * (narrow ? 2 : 4));
     uint16_t *indices = exactly(k * 2);
     int32_t *counts = exactly((n + 65535) / 65536 * 4);
     uint32_t exact = (uint32_t)gradlane_topk_exact(x, owed, n, k);
     uint32_t sampled = (uint32_t)gradlane_topk_sampled(x, NULL, n, n / 7, n / 5 + 1, 1);
-    gradlane_topk_select(level, threads, x, NULL, n, sampled, n / 3, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, x, NULL, NULL, n, sampled, n / 3, k, values, narrow, indices, counts);
     gradlane_topk_scatter(values, narrow, indices, counts, k, n, x, 0.25f);
-    gradlane_topk_select(level, threads, x, owed, n, exact, n - 1, k, values, narrow, indices, counts);
-    gradlane_topk_select(level, threads, NULL, owed, n, 1, 0, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, x, owed, left, n, exact, n - 1, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, x, owed, owed, n, exact, n - 1, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, left, NULL, left, n, 1, 0, k, values, narrow, indices, counts);
     for (int64_t i = 0; i < k; i++) indices[i] = 0xFFFF; /* a damaged payload */
     for (int64_t i = 0; i < (n + 65535) / 65536; i++) counts[i] = i % 2 ? INT32_MAX : -1;
     gradlane_topk_scatter(values, narrow, indices, counts, k, n, owed, 1.0f);
-    free(x), free(owed), free(values), free(indices), free(counts);
+    free(x), free(owed), free(left), free(values), free(indices), free(counts);
 }
 
 static void randomk(int64_t n, int64_t run, int64_t units, int kind) {
@@ -80,14 +84,26 @@ static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int
     float *g = numbers(a * b, kind, (Keys){1, 5}), *owed = numbers(a * b, kind, (Keys){2, 5});
     float *p = numbers(r * a, kind, (Keys){3, 5}), *q = numbers(r * b, kind, (Keys){4, 5});
     if (r <= a) gradlane_orthonormalise(level, p, r, a);
-    for (int settle = 0; settle < 2; settle++) {
-        gradlane_project_rows(level, threads, g, settle ? owed : NULL, q, a, b, r, settle, p);
-        gradlane_project_rows(level, threads, g, owed, q, a, b, r, settle, p);
-        gradlane_project_columns(level, threads, g, settle ? owed : NULL, p, a, b, r, settle, q);
-        gradlane_project_columns(level, threads, g, owed, p, a, b, r, settle, q);
+    float *apart = exactly(a * b * 4), *const lefts[] = {NULL, owed, apart};
+    gradlane_project_rows(level, threads, g, NULL, q, a, b, r, NULL, p);
+    gradlane_project_columns(level, threads, g, NULL, p, a, b, r, NULL, q);
+    for (int i = 0; i < 3; i++) {
+        gradlane_project_rows(level, threads, g, owed, q, a, b, r, lefts[i], p);
+        gradlane_project_columns(level, threads, g, owed, p, a, b, r, lefts[i], q);
     }
     gradlane_expand(level, threads, p, q, a, b, r, g);
-    free(g), free(owed), free(p), free(q);
+    free(g), free(owed), free(apart), free(p), free(q);
+}
+
+static void finite(int level, int threads, int64_t n, int kind) {
+    float *x = numbers(n, kind, (Keys){6, 7});
+    static const int widths[] = {4, 8, 2, 2};
+    for (int width = SINGLE; width <= HALF; width++) {
+        const int64_t count = n * 4 / widths[width];
+        gradlane_all_finite(level, threads, (char *)x + (n * 4 - count * widths[width]), count, width);
+    }
+    gradlane_divide(level, threads, x, n, 3.0f, 1e30f);
+    free(x);
 }
 
 int main(void) {
@@ -106,12 +122,14 @@ int main(void) {
                 }
                 randomk(n, 1, n / 3 + 1, kind);
                 rules(level, 1, 1 + (int)s % 9, n, kind);
+                finite(level, 1, n, kind);
                 randomk(n, 7, (n + 6) / 7, kind);
             }
             for (int form = INT8; form <= NATURAL; form++)
                 blocks(level, 3, form, 0, 400001, form == NATURAL ? 1024 : 256, kind);
             topk(level, 3, 400001, 4001, kind % 2, kind);
             rules(level, 3, 5, 200001, kind);
+            finite(level, 3, 400001, kind);
             rules(level, 1, MOST_ROWS, 300, kind);
             for (int64_t a = 1; a < 40; a += 1 + a / 8)
                 for (int64_t b = 1; b < 140; b += 1 + b / 8) lowrank(level, 1, a, b, 1 + (a + b) % 11, kind);

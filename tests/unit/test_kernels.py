@@ -33,6 +33,11 @@ def everything(codec, x, owed, seed):
     codec.add_decoded(payload, added, seed)
     left = owed.clone()
     again = codec.encode_owed(x, left, seed)
+    before, apart = owed.clone(), torch.full((len(owed) + seed % 3,), torch.nan)[seed % 3 :]
+    elsewhere = codec.encode_owed(x, before, seed, left=apart)
+    assert torch.equal(as_bytes(before), as_bytes(owed))
+    assert torch.equal(as_bytes(apart), as_bytes(left))
+    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(again, elsewhere, strict=True))
     both = codec.decode_sum([payload, again], torch.full_like(x, 3.0), [seed, seed], 1 / 3)
     floats = [out, added, left, both]
     return [

@@ -44,6 +44,17 @@ def close(found, wanted, weight, terms):
     assert (np.abs(found.numpy().astype(np.float64) - wanted) <= room).all()
 
 
+def check_elsewhere(act, g, owed, given, factor, left):
+    """What is left goes where it shall, with the same bits, and what was owed is not touched."""
+    before, whole = owed.clone(), torch.full((owed.numel() + 40,), torch.nan)
+    for offset in (0, 5):
+        apart, again = whole[offset : offset + owed.numel()].view_as(owed), torch.full_like(factor, 3.0)
+        act(g, owed, given, again, settle=True, left=apart)
+        assert same_bits(again, factor)
+        assert torch.equal(owed.view(torch.int32), before.view(torch.int32))
+        assert torch.equal(apart.view(torch.int32), left.view(torch.int32))
+
+
 def check_products(g, owed, p, q, settle):
     """Both projections equal the reference, and settle what is owed or leave it."""
     m = reference.total(g.numpy(), None if owed is None else owed.numpy())
@@ -57,6 +68,8 @@ def check_products(g, owed, p, q, settle):
         before = g.clone()
         act(g, left, given, into, settle=settle)
         assert torch.equal(g, before)
+        if settle:
+            check_elsewhere(act, g, owed, given, into, left)
         close(into, sum_of(m, given.numpy()), sum_of(size, np.abs(given.numpy())), terms)
         factors = (into, q) if act is products.project_rows else (p, into)
         if settle:
@@ -105,12 +118,14 @@ def test_what_is_not_finite_never_reaches_owed(monkeypatch, choice):
         broken_rows[rows], broken_columns[columns] = True, True
         left, into = owed.clone(), torch.empty_like(p)
         products.project_rows(g, left, q, into, settle=True)
+        check_elsewhere(products.project_rows, g, owed, q, into, left)
         assert torch.equal(into.isfinite().all(0), ~broken_rows)
         assert torch.equal(left[broken_rows], owed[broken_rows])
         assert not torch.equal(left, owed) or broken_rows.all()
         assert left.isfinite().all()
         left, into = owed.clone(), torch.empty_like(q)
         products.project_columns(g, left, p, into, settle=True)
+        check_elsewhere(products.project_columns, g, owed, p, into, left)
         assert torch.equal(into.isfinite().all(0), ~broken_columns)
         assert torch.equal(left[:, broken_columns], owed[:, broken_columns])
         assert not torch.equal(left, owed) or broken_columns.all()
@@ -138,6 +153,9 @@ def everything(g, owed, p, q):
             left, factor = owed.clone(), torch.empty_like(into)
             act(g, left, given, factor, settle=settle)
             found += [left, factor]
+        apart, again = torch.full_like(owed, torch.nan), torch.empty_like(q)
+        products.project_columns(g, owed, p, again, settle=True, left=apart)
+        found += [apart, again]
     out = torch.empty_like(g)
     products.expand(p, q, out)
     return [*found, out]
@@ -278,6 +296,10 @@ def test_what_does_not_fit_is_refused():
     g, p, q = torch.zeros(5, 7), torch.zeros(2, 5), torch.zeros(2, 7)
     with pytest.raises(InvalidValue, match="pass owed"):
         products.project_columns(g, None, p, q, settle=True)
+    with pytest.raises(InvalidValue, match="left is written with settle=True only"):
+        products.project_rows(g, g.clone(), q, p, left=g.clone())
+    with pytest.raises(InvalidValue, match=r"left is \(7, 5\)"):
+        products.project_rows(g, g.clone(), q, p, settle=True, left=torch.zeros(7, 5))
     with pytest.raises(InvalidValue, match=r"\[r, 5\]"):
         products.project_rows(g, None, q, torch.zeros(3, 5))
     with pytest.raises(InvalidValue, match="owed is"):

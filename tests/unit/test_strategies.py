@@ -19,7 +19,7 @@ def simulate(strategy, *rows, **options):
 def test_fp16_divides_before_it_narrows():
     mean, simulation = simulate(gl.Cast(gl.Mean(), torch.float16), [1e5], [0.0])
     assert mean.item() == pytest.approx(5e4, rel=1e-3)  # torch's fp16 hook makes inf of this
-    assert simulation.figures == {"overflow": 0, "underflow": 0}
+    assert simulation.figures == {"overflow": 0, "overflow_sum": 0, "underflow": 0}
 
 
 def test_fp16_counts_what_it_loses():
@@ -27,7 +27,15 @@ def test_fp16_counts_what_it_loses():
         gl.Cast(gl.Mean(), torch.float16), [3e5, 1e-9, -2e-9, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0, 0.0]
     )
     assert math.isinf(mean[0])
-    assert simulation.figures == {"overflow": 1, "underflow": 2}
+    # The second rank sees that the sum is infinite, too, where its own part was not.
+    assert simulation.figures == {"overflow": 1, "overflow_sum": 2, "underflow": 2}
+
+
+def test_fp16_counts_sums_that_are_too_large():
+    """Each part is within the limits of fp16, their sum is not."""
+    mean, simulation = simulate(gl.Cast(gl.Mean(), torch.float16), [7e4, 1.0], [7e4, 1.0])
+    assert math.isinf(mean[0])
+    assert simulation.figures == {"overflow": 0, "overflow_sum": 2, "underflow": 0}
 
 
 def test_a_non_finite_gradient_is_not_an_overflow():

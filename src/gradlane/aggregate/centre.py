@@ -55,8 +55,8 @@ class GeometricMedian(GramRule):
 
 @dataclass(frozen=True)
 class CenteredClipping(GramRule):
-    """v + mean_i (g_i - v) min(1, tau / |g_i - v|), ``iterations`` times: nobody moves the centre by more
-    than tau / n.
+    """v + mean_i (g_i - v) min(1, tau / |g_i - v|), ``iterations`` times: in each nobody moves the centre by
+    more than tau / n.
 
     Karimireddy et al., 2021, "Learning from history for Byzantine robust optimization". ``tau`` is a
     length, in the gradient's own units; without it, the median distance from the centre in each iteration.

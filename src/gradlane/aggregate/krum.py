@@ -18,8 +18,8 @@ from .rule import GramRule, check_at_least, check_count, check_minority
 class Krum(GramRule):
     """The gradient of one rank: that whose n - f - 2 nearest others are nearest, in squares.
 
-    Blanchard et al., 2017, "Machine learning with adversaries". Needs n >= 2 f + 3. It uses one gradient of
-    n, so its noise is that of one rank.
+    Blanchard et al., 2017, "Machine learning with adversaries". Needs n >= 2 f + 3: the breakdown point is
+    (n - 3) / 2 of n. It uses one gradient of n, so its noise is that of one rank.
     """
 
     f: int

@@ -20,7 +20,7 @@ class NNM(GramRule):
 
     Allouah et al., 2023, "Fixing by mixing: a recipe for optimal Byzantine ML under heterogeneity":
     whatever robust rule follows, the error is of the smallest possible order. Needs n > 2 f, and what the
-    other rule needs.
+    other rule needs; stands f wrong ranks, or as many as the other rule where that is fewer.
     """
 
     f: int

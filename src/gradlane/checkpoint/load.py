@@ -110,6 +110,10 @@ def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
             f"it was saved with another model: it has {there}, this model has {here}; load it with the same "
             "model, or with strict=False to keep the parts that fit"
         )
+    known = {parameter.name for parameter in subject.parameters}
+    for bucket in manifest.layout:
+        if unknown := [name for name in bucket if name not in known]:
+            raise InvalidValue(f"its buckets hold {unknown[0]!r}, which is no parameter; it is damaged")
 
 
 def _fitting(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -> Fitting:

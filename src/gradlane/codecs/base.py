@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.collectives import Payload
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import all_finite
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 OWED = (torch.float32, torch.bfloat16, torch.float64)
@@ -71,26 +72,37 @@ class Codec(ABC):
             self._check(payload, out)
         return _written(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
 
-    def encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, out: Payload | None = None) -> Payload:
+    def encode_owed(
+        self,
+        gradient: Tensor,
+        owed: Tensor,
+        seed: int,
+        out: Payload | None = None,
+        left: Tensor | None = None,
+    ) -> Payload:
         """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
-        that of p, and ``owed`` becomes p less what the payload decodes to. ``gradient`` is left as it is.
-        What is owed stays finite, whatever the gradient: where p is not, it stays as it was, or begins at 0.
+        that of p, and ``left`` becomes p less what the payload decodes to; where it is not given, that is
+        ``owed`` itself, which stays as it is otherwise, like ``gradient``. What is left is finite, whatever
+        the gradient: where p is not, it is what was owed, or begins at 0.
         """
         payload = self._room(gradient, out)
-        if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
-            raise InvalidValue(
-                f"owed is {_told(owed)}; it must be float32, bfloat16 or float64 and otherwise like the "
-                f"gradient, which is {_told(gradient)}"
-            )
+        left = owed if left is None else left
+        _check_debt(gradient, owed, left)
         if _holds_numbers(gradient) and owed.dtype == torch.float64:  # what fp32 cannot hold is owed too
-            self._encode(_single(owed.add_(gradient)), seed, payload)
-            keep_finite(owed.sub_(self.decode(payload, torch.empty_like(owed), seed)))
+            self._encode(_single(torch.add(owed, gradient, out=left)), seed, payload)
+            keep_finite(left.sub_(self.decode(payload, torch.empty_like(left), seed)))
         elif _holds_numbers(gradient):
-            wide = owed if _is_single(owed) else owed.to(torch.float32).contiguous()
-            self._encode_owed(_single(gradient), wide, seed, payload)
-            if wide is not owed:
-                owed.copy_(wide)
+            debt = owed if _is_single(owed) else _single(owed)
+            room = left if _is_single(left) else torch.empty_like(debt) if debt is owed else debt
+            self._encode_owed(_single(gradient), debt, room, seed, payload)
+            if room is not left:
+                left.copy_(room)
         return payload
+
+    def sound(self, payload: Payload) -> bool:
+        """Whether all that this payload was made of is finite and small enough to be summed by any number of
+        ranks, as far as a glance at it tells; if not, somebody has to look at what comes out."""
+        return False
 
     @abstractmethod
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
@@ -113,12 +125,12 @@ class Codec(ABC):
         self._decode(payload, decoded, seed)
         into.add_(decoded)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
-        owed.add_(gradient)
-        self._encode(owed, seed, payload)
-        decoded = torch.empty_like(owed)
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
+        """``left`` may be ``owed``, and holds anything else before."""
+        self._encode(torch.add(owed, gradient, out=left), seed, payload)
+        decoded = torch.empty_like(left)
         self._decode(payload, decoded, seed)
-        keep_finite(owed.sub_(decoded))
+        keep_finite(left.sub_(decoded))
 
     def _room(self, flat: Tensor, out: Payload | None) -> Payload:
         _checked(flat, type(self).__name__)
@@ -161,8 +173,8 @@ def _written(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
 
 
 def keep_finite(owed: Tensor) -> None:
-    """Begin again at 0 where it is not finite. A sum tells in one pass whether there is such a place."""
-    if not torch.isfinite(owed.sum()):
+    """Begin again at 0 where it is not finite."""
+    if not all_finite(owed):
         owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -172,6 +184,16 @@ def _checked(flat: Tensor, codec: str) -> None:
         raise WrongType(f"{codec} takes dense floating-point tensors, got {told}")
     if flat.dim() != 1:
         raise InvalidValue(f"{codec} takes flat tensors, got {_told(flat)}; pass flat.view(-1)")
+
+
+def _check_debt(gradient: Tensor, owed: Tensor, left: Tensor) -> None:
+    if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
+        raise InvalidValue(
+            f"owed is {_told(owed)}; it must be float32, bfloat16 or float64 and otherwise like the "
+            f"gradient, which is {_told(gradient)}"
+        )
+    if left.dtype != owed.dtype or left.shape != owed.shape or left.device != owed.device:
+        raise InvalidValue(f"left is {_told(left)}; it must be like owed, which is {_told(owed)}")
 
 
 def _holds_numbers(flat: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.collectives import Payload
+from ..core.numbers import is_small
 from ..errors import InvalidValue
 from ..kernels.counter import Keys, keys_of
 from ..kernels.native import native_for
@@ -56,6 +57,9 @@ class BlockCodec(Codec):
         coded = blocks * self.block if self.padded else numel
         return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), self.beside))
 
+    def sound(self, payload: Payload) -> bool:
+        return payload[1].is_floating_point() and is_small(payload[1])  # no scale is NaN, or infinite
+
     @abstractmethod
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         """Codes (uint8) and what goes beside them, row by row."""
@@ -67,24 +71,22 @@ class BlockCodec(Codec):
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         keys = keys_of(seed)
         if library := native_for(flat):
-            library.encode_blocks(self.form, self.flags, flat, None, self.block, keys, payload[0], payload[1])
+            library.encode_blocks(self.form, self.flags, flat, None, None, self.block, keys, *payload)
             return
         for start, stop, rows in self._pieces(flat.numel(), flat.device):
             self._encode_piece(flat[start:stop], start, rows, keys, payload)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
         keys = keys_of(seed)
         if library := native_for(owed):
-            library.encode_blocks(
-                self.form, self.flags, gradient, owed, self.block, keys, payload[0], payload[1]
-            )
+            library.encode_blocks(self.form, self.flags, gradient, owed, left, self.block, keys, *payload)
             return
         for start, stop, rows in self._pieces(owed.numel(), owed.device):
             piece = owed[start:stop]
             sums = piece + gradient[start:stop]
             self._encode_piece(sums, start, rows, keys, payload)
-            left = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
-            piece.copy_(torch.where(left.isnan(), piece, left))
+            rest = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
+            left[start:stop] = torch.where(rest.isnan(), piece, rest)
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
         keys = keys_of(seed)

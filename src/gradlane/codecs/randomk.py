@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.numbers import is_small
 from ..errors import InvalidValue
 from ..kernels.counter import draws, keys_of
 from ..kernels.native import native_for
@@ -45,6 +46,9 @@ class RandomK(Codec):
     def layout(self, numel: int) -> Layout:
         return (((self.units(numel) * self.run,), torch.float32),)
 
+    def sound(self, payload: Payload) -> bool:
+        return is_small(payload[0])
+
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         keys, units = keys_of(seed), self.units(flat.numel())
         if library := native_for(flat):
@@ -69,11 +73,10 @@ class RandomK(Codec):
         for payload, seed in zip(payloads, seeds, strict=True):
             self._scatter(payload, out, seed, factor)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
-        owed.add_(gradient)
-        self._encode(owed, seed, payload)
-        self._scatter(payload, owed, seed, -1.0)
-        keep_finite(owed)
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
+        self._encode(torch.add(owed, gradient, out=left), seed, payload)
+        self._scatter(payload, left, seed, -1.0)
+        keep_finite(left)
 
     def _scatter(self, payload: Payload, into: Tensor, seed: int, factor: float) -> None:
         if library := native_for(into):

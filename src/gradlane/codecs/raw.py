@@ -41,6 +41,6 @@ class Raw(Codec):
             for (values,) in payloads[1:]:
                 total.add_(values[start : start + size] * factor)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
         torch.add(gradient, owed, out=payload[0])
-        owed.zero_()
+        left.zero_()

@@ -23,10 +23,14 @@ class Search(Protocol):
         """The bits of the rank-th largest magnitude of flat + owed."""
 
     def topk_select(
-        self, flat: Tensor | None, owed: Tensor | None, threshold: int, start: int,
+        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, threshold: int, start: int,
         values: Tensor, indices: Tensor, counts: Tensor,
     ) -> int:  # fmt: skip
-        """Take what reaches the threshold; return how much there was, taken or not."""
+        """Take what reaches the threshold; return how much there was, taken or not.
+
+        With ``owed``, flat + owed is looked at, and ``left`` gets what is not taken of it. Without, ``left``
+        is None, or flat itself, which loses what is taken.
+        """
 
 
 class PlainSearch:
@@ -38,14 +42,10 @@ class PlainSearch:
         return _ranked(flat if owed is None else flat + owed, rank)
 
     def topk_select(
-        self, flat: Tensor | None, owed: Tensor | None, threshold: int, start: int,
+        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, threshold: int, start: int,
         values: Tensor, indices: Tensor, counts: Tensor,
     ) -> int:  # fmt: skip
-        if owed is None:
-            assert flat is not None
-            total = flat
-        else:
-            total = owed if flat is None else owed.add_(flat)
+        total = flat if owed is None else torch.add(owed, flat, out=left)
         magnitudes = total.view(torch.int32) & NO_SIGN
         places = (magnitudes >= threshold).nonzero().view(-1)
         found, slots = places.numel(), values.numel()
@@ -61,8 +61,8 @@ class PlainSearch:
         values.zero_()[:kept] = rounded
         indices.zero_()[:kept] = (places & 0xFFFF).to(torch.int16)
         counts.copy_(torch.bincount(places >> 16, minlength=counts.numel()))
-        if owed is not None:
-            owed[places] = taken - rounded.to(torch.float32)
+        if left is not None:
+            left[places] = taken - rounded.to(torch.float32)
         if broken:
             values[0] = torch.nan
         return found

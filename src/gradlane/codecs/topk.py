@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.numbers import is_small
 from ..errors import InvalidValue
 from ..kernels.counter import draw, keys_of
 from ..kernels.native import native_for
@@ -59,33 +60,37 @@ class TopK(Codec):
             ((-(-numel // SPAN),), torch.int32),
         )
 
+    def sound(self, payload: Payload) -> bool:
+        return is_small(payload[0])
+
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
-        self._select(flat, None, seed, payload)
+        self._select(flat, None, None, seed, payload)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, seed: int, payload: Payload) -> None:
-        self._select(gradient, owed, seed, payload)
+    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
+        self._select(gradient, owed, left, seed, payload)
         if torch.isnan(payload[0][0]):  # how it tells that something was not finite
-            keep_finite(owed)
+            keep_finite(left)
 
-    def _select(self, flat: Tensor, owed: Tensor | None, seed: int, payload: Payload) -> None:
+    def _select(
+        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, seed: int, payload: Payload
+    ) -> None:
         keys, numel, slots = keys_of(seed), flat.numel(), payload[0].numel()
         start = draw(0, keys) * numel >> 32
         search: Search = (numel < 2**32 and native_for(flat)) or PlainSearch()  # the kernels count in 32 bits
         if numel < EXACT_BELOW or slots == numel:
-            search.topk_select(flat, owed, search.topk_exact(flat, owed, slots), start, *payload)
+            search.topk_select(flat, owed, left, search.topk_exact(flat, owed, slots), start, *payload)
             return
         stride = numel // SAMPLE or 1
         offset = draw(1, keys) * stride >> 32
         sample = -(-(numel - offset) // stride)
         rank = min(sample, max(1, round(AIM * slots * sample / numel)))
         threshold = search.topk_sampled(flat, owed, offset, stride, rank)
-        found = search.topk_select(flat, owed, threshold, start, *payload)
+        found = search.topk_select(flat, owed, left, threshold, start, *payload)
         if found > 2 * slots or (2 * found < slots and threshold > 1):
-            if owed is None:
-                search.topk_select(flat, None, search.topk_exact(flat, None, slots), start, *payload)
-            else:  # owed is the sum by now, but for what was taken
-                self._put_back(payload, owed)
-                search.topk_select(None, owed, search.topk_exact(owed, None, slots), start, *payload)
+            if left is not None:  # it is the sum by now, but for what was taken
+                self._add_decoded(payload, left, seed)
+                flat = left
+            search.topk_select(flat, None, left, search.topk_exact(flat, None, slots), start, *payload)
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
         self._add_decoded(payload, out.zero_(), seed)
@@ -106,6 +111,3 @@ class TopK(Codec):
             library.topk_scatter(values, indices, counts, into, factor)
         else:
             scatter_selected(values, indices, counts, into, factor)
-
-    def _put_back(self, payload: Payload, owed: Tensor) -> None:
-        self._add_decoded(payload, owed, 0)

@@ -77,6 +77,8 @@ def _close_forgotten() -> None:
 
 
 def _alive(group: Any) -> bool:
+    if group is None:  # collected; torch would take None for the default group
+        return False
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):

@@ -47,13 +47,21 @@ class Bucket:
     """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
     owed: Tensor | None = None
     """What this rank still owes of earlier steps, flat like the gradient. Only a strategy that ``settles``
-    gets it: it adds it to the gradient and leaves in it what is owed then."""
+    gets it: it adds it to the gradient and leaves in ``owed_after`` what is owed then."""
+    left: Tensor | None = None
+    """Where the new debt goes; ``owed`` itself where None. It holds anything before, and ``owed`` is not
+    changed then."""
     wire: torch.dtype | None = None
     """A ``Cast`` outside sends floating-point payloads in this width."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """How many ranks a mean divides by, for each scope; a scope that is missing counts the world."""
     scratch: Scratch | None = field(default=None, repr=False, compare=False)
     """Where ``empty`` keeps its buffers; without it every call allocates."""
+
+    @property
+    def owed_after(self) -> Tensor | None:
+        """What takes the new debt: ``left``, or ``owed`` itself."""
+        return self.owed if self.left is None else self.left
 
     def divisor(self, over: str = "world") -> int:
         """What a mean over this scope divides by: its ranks, less those that joined early where

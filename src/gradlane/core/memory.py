@@ -39,7 +39,7 @@ class Memory:
         self._other: dict[Layout, Tensor] = {}  # the second buffers
         self._written: set[Layout] = set()  # where this step's is in the second buffer
         self._replaced: dict[str, Tensor | None] = {}  # by ``put`` in this step
-        self._blank: dict[str, Tensor] = {}  # second buffers of what ``put`` keeps
+        self._blank: dict[str, Tensor | None] = {}  # second buffers of what ``put`` keeps
 
     def like(self, bucket: Bucket) -> Tensor:
         """The flat memory of this bucket; write to it in place."""
@@ -69,7 +69,7 @@ class Memory:
         """What was written since the last ``keep`` or ``undo`` counts."""
         for layout in self._written:
             self._flats[layout], self._other[layout] = self._other[layout], self._flats[layout]
-        self._blank |= {name: old for name, old in self._replaced.items() if old is not None}
+        self._blank |= self._replaced
         self._written.clear()
         self._replaced.clear()
 
@@ -77,7 +77,7 @@ class Memory:
         """Be as before all that was written since the last ``keep`` or ``undo``."""
         self._written.clear()
         for name, old in self._replaced.items():
-            self._blank[name] = self._single.pop(name)
+            self._blank[name] = self._single.pop(name, old)
             if old is not None:
                 self._single[name] = old
         self._replaced.clear()

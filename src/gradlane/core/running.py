@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from inspect import iscoroutine
 from typing import Any, TypeVar
 
@@ -15,10 +16,10 @@ from .strategy import Reduced, Strategy
 
 T = TypeVar("T")
 NoteTaker = Callable[[Bucket, Note], None]
-Look = Callable[[Bucket, Tensor], None]
+Look = Callable[[Bucket, Reduced], None]
 
 
-def _nobody_looks(bucket: Bucket, mean: Tensor) -> None: ...
+def _nobody_looks(bucket: Bucket, reduced: Reduced) -> None: ...
 
 
 class Running:
@@ -33,6 +34,7 @@ class Running:
         self.meeting: StepSum | None = None  # while it waits for the other buckets of its step
         self.phase = -1
         self.reduced: Reduced | None = None
+        self.sound: object = None  # an answer that is a mean of what the ranks know to be sound
         self._take_note = take_note
         self._look = look  # at the answer
         self._coroutine: Coroutine[Any, Any, Any] | None = None
@@ -50,7 +52,9 @@ class Running:
                 asked = self._coroutine.send(answer)
             except StopIteration as end:
                 self.reduced = _checked(end.value, self.bucket, self.strategy)
-                self._look(self.bucket, self.reduced.mean)
+                if self.reduced.mean is self.sound:
+                    self.reduced = replace(self.reduced, sound=True)
+                self._look(self.bucket, self.reduced)
                 return None
             if isinstance(asked, Request):
                 self.request = asked
@@ -74,10 +78,12 @@ class Running:
         bucket = self.bucket
         names = bucket.names
         held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "nothing"
+        at = f"step {bucket.step}, bucket {bucket.index} ({held})"
+        return f"{type(self.strategy).__name__}, {at}, {self.doing()}"
+
+    def doing(self) -> str:
         phase = "before its first request" if self.request is None else f"phase {self.phase}: {self.request}"
-        if self.meeting is not None:
-            phase += ", waiting for the step's other buckets"
-        return f"{type(self.strategy).__name__}, step {bucket.step}, bucket {bucket.index} ({held}), {phase}"
+        return phase if self.meeting is None else f"{phase}, waiting for the step's other buckets"
 
     def close(self) -> None:
         """Give up: run the coroutine's ``finally`` blocks and forget it."""

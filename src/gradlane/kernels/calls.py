@@ -16,21 +16,22 @@ from torch import Tensor
 from .counter import Keys
 from .lowrank_calls import LOW_RANK, LowRankCalls
 
-ABI = 6  # the same number as in csrc/native.c; raise both with every change of a signature
+ABI = 8  # the same number as in csrc/native.c; raise both with every change of a signature
 LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
 _KEYS = (c_uint32, c_uint32)
+_DEBT = (c_void_p, c_void_p, c_void_p)  # gradient, what is owed, what is owed afterwards
 _FORM = (c_int, c_int)  # form, flags
 _SIZES = (c_int64, c_int64)  # elements and block, or slots and elements
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
-    "encode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
+    "encode_blocks": ((*_HOW, *_FORM, *_DEBT, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
     "decode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_int), None),
     "decode_many": ((*_HOW, *_FORM, c_int, c_void_p, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), c_int),
     "topk_sampled": ((c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64), c_int64),
     "topk_exact": ((c_void_p, c_void_p, c_int64, c_int64), c_int64),
     "topk_select": (
-        (*_HOW, c_void_p, c_void_p, c_int64, c_uint32, *_SIZES, c_void_p, c_int, c_void_p, c_void_p),
+        (*_HOW, *_DEBT, c_int64, c_uint32, *_SIZES, c_void_p, c_int, c_void_p, c_void_p),
         c_int64,
     ),
     "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), None),
@@ -40,6 +41,8 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "gram": ((*_HOW, c_void_p, c_int, c_int64, c_void_p), c_int),
+    "divide": ((*_HOW, c_void_p, c_int64, c_float, c_float), c_int),
+    "all_finite": ((*_HOW, c_void_p, c_int64, c_int), c_int),
     "random_scatter": ((c_void_p, c_int64, *_SIZES, *_KEYS, c_float, c_void_p), None),
     **LOW_RANK,
 }
@@ -61,12 +64,12 @@ class Native(LowRankCalls):
         return self._level, torch.get_num_threads()
 
     def encode_blocks(
-        self, form: int, flags: int, flat: Tensor, owed: Tensor | None, block: int, keys: Keys,
-        codes: Tensor, side: Tensor,
+        self, form: int, flags: int, flat: Tensor, owed: Tensor | None, left: Tensor | None, block: int,
+        keys: Keys, codes: Tensor, side: Tensor,
     ) -> None:  # fmt: skip
-        """Encode block by block; with ``owed``, that of flat + owed, and owed takes what is left."""
+        """Encode block by block; with ``owed``, that of flat + owed, and ``left`` takes what is left."""
         self._call["encode_blocks"](
-            *self._how(), form, flags, flat.data_ptr(), _pointer(owed), flat.numel(), block,
+            *self._how(), form, flags, flat.data_ptr(), _pointer(owed), _pointer(left), flat.numel(), block,
             *keys, codes.data_ptr(), side.data_ptr(),
         )  # fmt: skip
 
@@ -120,18 +123,16 @@ class Native(LowRankCalls):
         return _or_no_memory(self._call["topk_exact"](flat.data_ptr(), _pointer(owed), flat.numel(), rank))
 
     def topk_select(
-        self, flat: Tensor | None, owed: Tensor | None, threshold: int, start: int,
+        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, threshold: int, start: int,
         values: Tensor, indices: Tensor, counts: Tensor,
     ) -> int:  # fmt: skip
         """Take what reaches the threshold; return how much there was, taken or not.
 
-        With both, flat + owed is looked at and owed keeps what is left; with ``owed`` alone, it is the
-        sum already.
+        With ``owed``, flat + owed is looked at, and ``left`` gets what is not taken of it. Without, ``left``
+        is None, or flat itself, which loses what is taken.
         """
-        either = flat if flat is not None else owed
-        assert either is not None
         found = self._call["topk_select"](
-            *self._how(), _pointer(flat), _pointer(owed), either.numel(), threshold, start,
+            *self._how(), flat.data_ptr(), _pointer(owed), _pointer(left), flat.numel(), threshold, start,
             values.numel(), values.data_ptr(), values.element_size() == 2, indices.data_ptr(),
             counts.data_ptr(),
         )  # fmt: skip
@@ -174,6 +175,14 @@ class Native(LowRankCalls):
         """out = rows rows^T in fp64."""
         ranks, columns = rows.shape
         _or_no_memory(self._call["gram"](*self._how(), rows.data_ptr(), ranks, columns, out.data_ptr()))
+
+    def divide(self, numbers: Tensor, divisor: float, limit: float) -> bool:
+        """In place, fp32; whether all are below the limit then."""
+        return bool(self._call["divide"](*self._how(), numbers.data_ptr(), numbers.numel(), divisor, limit))
+
+    def all_finite(self, numbers: Tensor, width: int) -> bool:
+        """``width`` is the number of the dtype in ``finite``."""
+        return bool(self._call["all_finite"](*self._how(), numbers.data_ptr(), numbers.numel(), width))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

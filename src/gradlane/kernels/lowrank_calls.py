@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-_PROJECT = (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p)
+_PROJECT = (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)
 LOW_RANK: dict[str, tuple[tuple[type, ...], type | None]] = {
     "project_rows": (_PROJECT, None),
     "project_columns": (_PROJECT, c_int),
@@ -26,11 +26,14 @@ class LowRankCalls:
     def _how(self) -> tuple[int, int]:
         raise AssertionError("Native says how")
 
-    def project_rows(self, g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, settle: bool) -> None:
-        self._call["project_rows"](*self._how(), *_given(g, owed, q), settle, p.data_ptr())
+    def project_rows(self, g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None) -> None:
+        self._call["project_rows"](*self._how(), *_given(g, owed, q), _pointer(left), p.data_ptr())
 
-    def project_columns(self, g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:
-        _enough(self._call["project_columns"](*self._how(), *_given(g, owed, p), settle, q.data_ptr()))
+    def project_columns(
+        self, g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None
+    ) -> None:
+        given = (*_given(g, owed, p), _pointer(left))
+        _enough(self._call["project_columns"](*self._how(), *given, q.data_ptr()))
 
     def expand(self, p: Tensor, q: Tensor, out: Tensor) -> None:
         self._call["expand"](*self._how(), p.data_ptr(), q.data_ptr(), *out.shape, len(p), out.data_ptr())
@@ -40,8 +43,11 @@ class LowRankCalls:
 
 
 def _given(g: Tensor, owed: Tensor | None, factor: Tensor) -> tuple[int | None, ...]:
-    pointer = None if owed is None else owed.data_ptr()
-    return g.data_ptr(), pointer, factor.data_ptr(), *g.shape, len(factor)
+    return g.data_ptr(), _pointer(owed), factor.data_ptr(), *g.shape, len(factor)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _enough(found: int) -> int:

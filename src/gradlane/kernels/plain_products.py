@@ -14,34 +14,34 @@ PIECE = 65_536  # elements
 LEAST = 1e-12  # of a row's square that must be new; below it, rounding to fp32 has made up the rest
 
 
-def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, settle: bool) -> None:
+def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None) -> None:
     torch.mm(q, g.t(), out=p)
     if owed is None:
         return
     p.addmm_(q, owed.t())
-    if settle:
-        _settle(g, owed, p, q, p.isfinite().all(0).unsqueeze(1))
+    if left is not None:
+        _settle(g, owed, left, p, q, p.isfinite().all(0).unsqueeze(1))
 
 
-def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:
+def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None) -> None:
     torch.mm(p, g, out=q)
     if owed is None:
         return
     q.addmm_(p, owed)
-    if settle:
-        _settle(g, owed, p, q, q.isfinite().all(0).unsqueeze(0))
+    if left is not None:
+        _settle(g, owed, left, p, q, q.isfinite().all(0).unsqueeze(0))
 
 
-def _settle(g: Tensor, owed: Tensor, p: Tensor, q: Tensor, sound: Tensor) -> None:
+def _settle(g: Tensor, owed: Tensor, left: Tensor, p: Tensor, q: Tensor, sound: Tensor) -> None:
     usual = g.device.type == "cpu" and bool(sound.all())  # elsewhere, asking costs more than it saves
     sound = sound.expand_as(g)
-    for rows, left in _pieces(g):
-        torch.add(g[rows], owed[rows], out=left)
-        left.addmm_(p[:, rows].t(), q, alpha=-1)
-        if usual and left.sum().isfinite():
-            owed[rows] = left
+    for rows, piece in _pieces(g):
+        torch.add(g[rows], owed[rows], out=piece)
+        piece.addmm_(p[:, rows].t(), q, alpha=-1)
+        if usual and piece.sum().isfinite():
+            left[rows] = piece
         else:
-            torch.where(left.isfinite() & sound[rows], left, owed[rows], out=owed[rows])
+            torch.where(piece.isfinite() & sound[rows], piece, owed[rows], out=left[rows])
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:

@@ -21,41 +21,46 @@ from .calls import Native
 from .native import native_for
 
 
-def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle: bool = False) -> None:
+def project_rows(
+    g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle: bool = False, left: Tensor | None = None
+) -> None:
     """p[k, i] = sum over j of m[i, j] q[k, j].
 
-    With ``settle`` (q must have orthonormal rows) owed becomes m - p^T q, what p leaves out. An element of it
-    that would not be finite stays as it was; where p is not finite, that is its whole row.
+    With ``settle`` (q must have orthonormal rows) ``left`` becomes m - p^T q, what p leaves out; where it is
+    not given, that is owed itself. An element that would not be finite stays as it was owed; where p is not
+    finite, that is its whole row.
     """
-    _check(g, owed, p, q, settle)
+    left = _check_debt(g, owed, p, q, settle, left)
     if g.is_meta:
         return
     kernels = _kernels(g)
     if kernels:
-        kernels.project_rows(g, owed, q, p, settle)
+        kernels.project_rows(g, owed, q, p, left)
     else:
-        plain_products.project_rows(g, owed, q, p, settle)
+        plain_products.project_rows(g, owed, q, p, left)
 
 
-def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, settle: bool = False) -> None:
+def project_columns(
+    g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, settle: bool = False, left: Tensor | None = None
+) -> None:
     """q[k, j] = sum over i of p[k, i] m[i, j].
 
-    With ``settle`` (p must have orthonormal rows) owed becomes m - p^T q. An element of it that would not be
-    finite stays as it was; where q is not finite, that is its whole column.
+    With ``settle`` (p must have orthonormal rows) ``left``, or owed itself, becomes m - p^T q. An element
+    that would not be finite stays as it was owed; where q is not finite, that is its whole column.
     """
-    _check(g, owed, p, q, settle)
+    left = _check_debt(g, owed, p, q, settle, left)
     if g.is_meta:
         return
     kernels = _kernels(g)
     if kernels:
-        kernels.project_columns(g, owed, p, q, settle)
+        kernels.project_columns(g, owed, p, q, left)
     else:
-        plain_products.project_columns(g, owed, p, q, settle)
+        plain_products.project_columns(g, owed, p, q, left)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
     """out = p^T q, each element added up in the order of the ranks, every step rounded to fp32."""
-    _check(out, None, p, q, False)
+    _check(out, p, q)
     if out.is_meta:
         return
     kernels = _kernels(out)
@@ -92,7 +97,7 @@ def _kernels(tensor: Tensor) -> Native | None:
     return native_for(tensor) if tensor.dtype == torch.float32 else None
 
 
-def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -> None:
+def _check(g: Tensor, p: Tensor, q: Tensor) -> None:
     for name, tensor in (("matrix", g), ("p", p), ("q", q)):
         _check_one(name, tensor, like=g)
     ranks = p.shape[0]
@@ -101,12 +106,27 @@ def _check(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool) -
             f"factors {tuple(p.shape)} and {tuple(q.shape)} do not fit a matrix {tuple(g.shape)}; "
             f"they must be [r, {g.shape[0]}] and [r, {g.shape[1]}] with the same r > 0"
         )
-    if owed is not None:
-        _check_one("owed", owed, like=g)
-        if owed.shape != g.shape:
-            raise InvalidValue(f"owed is {tuple(owed.shape)}, its matrix {tuple(g.shape)}; they must agree")
-    elif settle:
-        raise InvalidValue("settle=True without owed has nowhere to keep what is left; pass owed")
+
+
+def _check_debt(
+    g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool, left: Tensor | None
+) -> Tensor | None:
+    """Where what is left goes, or None where nothing is settled."""
+    _check(g, p, q)
+    for name, debt in (("owed", owed), ("left", left)):
+        if debt is not None:
+            _check_one(name, debt, like=g)
+            if debt.shape != g.shape:
+                raise InvalidValue(
+                    f"{name} is {tuple(debt.shape)}, its matrix {tuple(g.shape)}; they must agree"
+                )
+    if not settle:
+        if left is not None:
+            raise InvalidValue("left is written with settle=True only; pass that too, or no left")
+        return None
+    if owed is None:
+        raise InvalidValue("settle=True without owed has nothing to settle; pass owed")
+    return owed if left is None else left
 
 
 def _check_one(name: str, tensor: Tensor, like: Tensor | None = None) -> None:

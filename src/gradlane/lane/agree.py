@@ -11,8 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import PeerLost
+from .hosting import host_of
+from .within import NoAnswer, within
 
 Document = dict[str, Any]
+MARGIN = 1.0  # seconds a store may take to answer a last question
 
 
 class Board:
@@ -26,6 +29,7 @@ class Board:
         self.rank = rank
         self.world = world
         self.timeout = timeout
+        self.host = host_of(store, world)
 
     def store(self, topic: str) -> dist.Store:
         """A corner of its own, for a group to find its addresses in."""
@@ -53,6 +57,13 @@ class Board:
         name), so a rank goes on only when all say that they have read the same: each document
         carries a number drawn afresh, and each rank pins the digest of all it has read.
         """
+        try:
+            return within(self.timeout + MARGIN, lambda: self._agree(topic, document, doing), "the store")
+        except NoAnswer as lost:
+            told = f"{doing}: {lost}; {self.host.who} is stopped or out of reach"
+            raise PeerLost(told, self.host.rank) from None
+
+    def _agree(self, topic: str, document: Document, doing: str) -> tuple[str, list[Document]]:
         self.pin(topic, {**document, "nonce": token_hex(8)})
         deadline = time.monotonic() + self.timeout
         pause = 0.0005
@@ -62,17 +73,20 @@ class Board:
                 digest = sha256(json.dumps(found).encode()).hexdigest()
                 self.pin(f"{topic}/read", {"digest": digest})
                 told = [self.read(f"{topic}/read", rank) for rank in range(self.world)]
-                if all(note == {"digest": digest} for note in told):
+                behind = [rank for rank, note in enumerate(told) if note != {"digest": digest}]
+                if not behind:
                     return digest[:16], [note for note in found if note is not None]
+            else:
+                behind = [rank for rank, note in enumerate(found) if note is None]
             if time.monotonic() > deadline:
-                self._give_up(doing, [rank for rank, note in enumerate(found) if note is None])
+                self._give_up(doing, behind)
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
 
     def _give_up(self, doing: str, missing: list[int]) -> None:
-        who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+        who = ", ".join(map(str, missing))
         raise PeerLost(
-            f"{doing}: {who} did not take part within {self.timeout:g} s; every rank of the model's "
+            f"{doing}: rank {who} did not take part within {self.timeout:g} s; every rank of the model's "
             "process group must make this call, in the same order (or raise timeout=)",
-            missing[0] if missing else None,
+            missing[0],
         )

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket
+from ..core.strategy import Reduced
+from ..kernels.finite import all_finite
 
 
 class FiniteCheck:
     """Looks at the answer of every bucket while it is ``on``; a lane has one.
 
-    Answers are the same on every rank, so that a look at them is enough to agree. The lane lets what was
-    seen ride with the message that ends a step all the same: a strategy of one's own may have a fault.
+    What was seen rides with the message that ends a step. Answers are the same on every rank, so that it is
+    enough if those look who are not ``sound``; and if a strategy of one's own has a fault, all still agree.
     """
 
     def __init__(self) -> None:
@@ -25,8 +27,9 @@ class FiniteCheck:
         self._looks.clear()
         self.agreed = False
 
-    def look(self, bucket: Bucket, mean: Tensor) -> None:
-        if not self.on or mean.device.type == "meta":
+    def look(self, bucket: Bucket, reduced: Reduced) -> None:
+        mean = reduced.mean
+        if not self.on or mean.is_meta or (reduced.sound and mean.dtype != torch.float16):
             return
         if mean.device.type == "cpu":
             fine = all_finite(mean)
@@ -52,11 +55,3 @@ def names_not_finite(bucket: Bucket) -> list[str]:
     if bucket.flat.is_sparse:
         return list(bucket.names)
     return [name for name, part in zip(bucket.names, bucket.tensors(), strict=True) if not all_finite(part)]
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """A sum is finite only if every part of it is, and takes a twentieth of the time of looking at each; only one
-    that is not finite, as it may be by overflow alone, makes us look."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    total = values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())

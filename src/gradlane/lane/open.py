@@ -43,8 +43,8 @@ def open_lane(
     ranks_per_node: int | None = None,
     doing: str,
 ) -> Opened:
-    """Compare ``must_agree`` and ``parameters`` over all ranks of the group; refuse on all ranks if
-    they differ, else connect."""
+    """Compare ``must_agree`` and ``parameters`` over all ranks of the group; refuse on all ranks if they
+    differ, else connect."""
     if not timeout > 0:
         raise InvalidValue(f"timeout={timeout:g} leaves no time; use seconds above 0, 120 by default")
     backend = backend_of(group, device)
@@ -52,7 +52,11 @@ def open_lane(
         return _on_stream(group, device, listener, None)
     serial = _opened[group] = _opened.get(group, 0) + 1
     board = Board(_store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
-    must_agree = {**must_agree, "parameters": _digest(parameters)}
+    must_agree = {
+        **must_agree,
+        "parameters": _digest(parameters),
+        "ranks_per_node": ranks_per_node,
+    }
     token, told = board.agree("open", {**must_agree, "host": socket.gethostname()}, doing=doing)
     board = board.corner(token)
     if len({note["parameters"] for note in told}) > 1:  # only now is the long list worth sending

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from ..core.collectives import Scope
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
+from .within import NoAnswer, within
 from .workers import wait_for_idle_workers
 
 Turn = Literal["first", "later"]
 TURNS: tuple[Turn, ...] = ("first", "later")
-GRACE = 2.0  # seconds to wait for the others' reports once a connection broke
+GRACE = 1.4  # seconds to wait for the others' reports once a connection broke: they report before they close
+SOON = 0.4  # seconds a store may take to take a note
+ALIVE = 1.0  # seconds after which a store that does not answer is taken for lost
 
 
 class Peers:
@@ -29,7 +32,7 @@ class Peers:
     """
 
     def __init__(self, board: Board, hosts: list[str], *, ranks_per_node: int | None = None) -> None:
-        self._board = board
+        self.board = board
         self.rank = board.rank
         self.world = board.world
         self.timeout = board.timeout
@@ -64,7 +67,7 @@ class Peers:
         """After a failure: be sure that all ranks come from the same step, then form new groups."""
         if self._life:
             topic = f"life{self._life}"
-            self._token, told = self._board.agree(
+            self._token, told = self.board.agree(
                 topic, {"step": step}, doing="after a failure, forming new connections"
             )
             steps = {rank: note["step"] for rank, note in enumerate(told)}
@@ -78,8 +81,13 @@ class Peers:
 
     def _formed(self, over: Scope, turn: Turn) -> Any:
         members = self._members(over)
-        store = self._board.store(f"{self._token}/{over}/{turn}/{members[0]}")
-        return _connected(store, members.index(self.rank), members, self.timeout)
+        store = self.board.store(f"{self._token}/{over}/{turn}/{members[0]}")
+        try:
+            return _connected(store, members.index(self.rank), len(members), self.timeout)
+        except (RuntimeError, NoAnswer) as error:
+            where = f"connecting ranks {members}"
+            self.report(where, error, raised=False)
+            raise self.diagnose(where, error) from error
 
     def _members(self, over: Scope) -> list[int]:
         if over == "world":
@@ -98,27 +106,28 @@ class Peers:
         """Tell the others why this rank gives up; they look there when their connection breaks."""
         told = {"where": where, "raised": raised, "type": type(error).__name__, "message": str(error)[:2000]}
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
-            self._board.pin(f"life{self._life}/failed", told)
+            within(SOON, lambda: self.board.pin(f"life{self._life}/failed", told), "the store")
 
     def diagnose(self, where: str, error: BaseException) -> PeerFailed:
         """Why a connection broke: a peer that raised, a peer that is silent, or just the network."""
-        deadline = time.monotonic() + GRACE
         told: dict[int, Document] = {}
-        while time.monotonic() < deadline and len(told) < self.world - 1:
-            try:
-                told |= self._reports()
-            except Exception as lost:  # noqa: BLE001  any error of any store means the same here
-                return PeerLost(
-                    f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)})"
+        try:
+            within(ALIVE, lambda: self.board.read("alive", self.rank), "the store")
+            within(GRACE + ALIVE, lambda: self._hear(told), "the store")
+        except Exception as lost:  # noqa: BLE001  any error of any store means the same here
+            host = self.board.host
+            return PeerLost(
+                f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)}); {host.who} is "
+                f"gone or did not answer within {self.timeout:g} s",
+                host.rank,
+            )
+        for rank, report in told.items():
+            if report["raised"]:
+                return PeerFailed(
+                    f"{where}: rank {rank} raised {report['type']}: {report['message']} "
+                    f"[in {report['where']}]",
+                    rank,
                 )
-            for rank, report in told.items():
-                if report["raised"]:
-                    return PeerFailed(
-                        f"{where}: rank {rank} raised {report['type']}: {report['message']} "
-                        f"[in {report['where']}]",
-                        rank,
-                    )
-            time.sleep(0.02)
         silent = [rank for rank in range(self.world) if rank != self.rank and rank not in told]
         if silent:
             who = ", ".join(map(str, silent))
@@ -127,15 +136,22 @@ class Peers:
                 "if it was only slow, raise timeout=",
                 silent[0],
             )
-        return PeerFailed(f"{where}: the connection broke although all ranks are alive ({_brief(error)})")
+        return PeerFailed(
+            f"{where}: the connection broke although all ranks are alive ({_brief(error)}); check that they "
+            f"reach each other (GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')})"
+        )
 
-    def _reports(self) -> dict[int, Document]:
-        found = {
-            rank: self._board.read(f"life{self._life}/failed", rank)
-            for rank in range(self.world)
-            if rank != self.rank
-        }
-        return {rank: report for rank, report in found.items() if report is not None}
+    def _hear(self, told: dict[int, Document]) -> None:
+        """The others' reports, until all have reported, one of them an error, or time is up."""
+        deadline = time.monotonic() + GRACE
+        while len(told) < self.world - 1 and time.monotonic() < deadline:
+            for rank in range(self.world):
+                report = None if rank == self.rank else self.board.read(f"life{self._life}/failed", rank)
+                if report is not None:
+                    told[rank] = report
+            if any(report["raised"] for report in told.values()):
+                return
+            time.sleep(0.02)
 
     def drop(self, turn: Turn) -> None:
         """Close the connections of a turn, where nothing is under way: peers that wait for this rank on
@@ -167,14 +183,12 @@ def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _connected(store: dist.Store, rank: int, members: list[int], timeout: float) -> Any:
-    try:
-        return dist.ProcessGroupGloo(store, rank, len(members), timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise PeerLost(
-            f"the lane could not connect its ranks {members}: {_brief(error)}; check that they reach "
-            f"each other (GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')})"
-        ) from error
+def _connected(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+    """Its time-out does not cover a store that falls silent."""
+    limit = timedelta(seconds=timeout)
+    return within(
+        timeout + SOON, lambda: dist.ProcessGroupGloo(store, rank, size, limit), "the store or a peer"
+    )
 
 
 def _brief(error: BaseException) -> str:

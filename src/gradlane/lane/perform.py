@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from ..core.collectives import Request
 from ..core.pack import message_of, payload_of
 from ..errors import InvalidValue
+from ..kernels.finite import divided
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
+HASTE = timedelta(seconds=0.1)  # for transfers of a step that is lost
 REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -28,11 +31,19 @@ Room = Callable[[int, int], Tensor]
 
 
 class Pending:
-    """A request under way: the backend's works, and how to read the answer once they are done."""
+    """A request under way: the backend's works, and how to read the answer once they are done.
 
-    def __init__(self, works: list[Any], read: Callable[[], object]) -> None:
+    Of a ``direct`` one, Gloo counts the time-out from the moment it is waited for, and to give up waiting
+    ends the transfer; an all-reduce has its own clock, and goes on until that has run out.
+    """
+
+    def __init__(
+        self, works: list[Any], read: Callable[[], object], *, direct: bool = False, sound: bool = False
+    ) -> None:
+        self.sound = sound  # what this rank gave to a mean is finite, and small: ``Reduced.sound``
         self._works = deque(works)
         self._read = read
+        self._limit = (HASTE,) if direct else ()
 
     def wait(self) -> object:
         while self._works:
@@ -43,7 +54,7 @@ class Pending:
         """Wait for the end of all works, good or bad: nothing may write to our tensors any more."""
         while self._works:
             with contextlib.suppress(RuntimeError):
-                self._works.popleft().wait()
+                self._works.popleft().wait(*self._limit)
 
 
 def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
@@ -56,9 +67,9 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     """
     size = group.size()
     if request.kind == "all_reduce":
-        tensor = _divided(request, divisor)
+        tensor, sound = _divided(request, divisor)
         works = [_reduce(group, tensor, request.op)] if size > 1 else []
-        return Pending(works, lambda: tensor)
+        return Pending(works, lambda: tensor, sound=sound)
     _counted(request, size)
     me = group.rank()
     if request.kind == "all_gather":
@@ -71,6 +82,7 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     return Pending(
         works,
         lambda: [mine if peer == me else payload_of(incoming[peer], mine) for peer in range(size)],
+        direct=True,
     )
 
 
@@ -87,7 +99,7 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     """The same on a group whose collectives run on the device: ``wait`` only orders streams."""
     size = group.size()
     if request.kind == "all_reduce":
-        tensor = _divided(request, divisor)
+        tensor, _ = _divided(request, divisor)
         _reduce(group, tensor, request.op).wait()
         return tensor
     _counted(request, size)
@@ -106,10 +118,11 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     return [payload_of(row, mine) for row in received]
 
 
-def _divided(request: Request, divisor: int) -> Tensor:
+def _divided(request: Request, divisor: int) -> tuple[Tensor, bool]:
+    """What goes out, and whether it is known to be sound."""
     (tensor,) = request.payloads[0]
     # Before the sum, as DDP does: the mean of representable numbers must not overflow on the way.
-    return tensor.div_(divisor) if request.op == "mean" else tensor
+    return tensor, request.op == "mean" and divided(tensor, divisor)
 
 
 def _reduce(group: Any, tensor: Tensor, op: str | None) -> Any:

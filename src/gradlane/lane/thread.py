@@ -7,7 +7,6 @@ import threading
 import time
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,16 +23,11 @@ from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite import FiniteCheck
 from .issued import Issued, Job
+from .late import place_of, pulse, watched
+from .living import born, ended
 from .peers import Peers, Turn
 from .perform import commit, issue
 from .span import span
-
-_living: WeakSet[ThreadLane] = WeakSet()
-
-
-def living_lanes() -> list[ThreadLane]:
-    """The lanes of this process that are not closed; a watchdog asks them ``where``."""
-    return list(_living)
 
 
 class ThreadLane:
@@ -66,11 +60,12 @@ class ThreadLane:
         self._failure: BaseException | None = None  # for the trainer
         self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
+        self._turn = 0  # requests waited for in this step: begun and ended ones, so odd while it waits
         self._last_answer = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        _living.add(self)
+        born(self)
 
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
@@ -100,9 +95,12 @@ class ThreadLane:
 
     def drain(self) -> None:
         """Wait until nothing is under way. In Python, so that signals are served meanwhile."""
-        while not self._idle.wait(1.0):
-            if not self._thread.is_alive():
-                raise WrongState("the lane's thread is gone; its own error is in the log of this process")
+        if self._idle.wait(pulse(self._peers.timeout)):
+            return
+        with watched(self._peers.board, lambda: place_of(self._serving, self._turn)):
+            while not self._idle.wait(1.0):
+                if not self._thread.is_alive():
+                    raise WrongState("the lane's thread is gone; its own error is in the log of this process")
 
     def take_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None
@@ -121,7 +119,7 @@ class ThreadLane:
         if self._closed:
             return
         self._closed = True
-        _living.discard(self)
+        ended(self)
         self._jobs.put(None)
         self._thread.join(self._peers.timeout + 5 if self._idle.is_set() else 1)
         if self._thread.is_alive():
@@ -149,6 +147,7 @@ class ThreadLane:
         bucket = job.running.bucket
         if bucket.index == 0:
             self._open.clear()  # of a backward that was given up
+            self._turn = 0
         self._open.append(job)
         try:
             if self._failed_step == bucket.step:
@@ -187,6 +186,7 @@ class ThreadLane:
         """To its end, or to where it waits for the step's other buckets. The last waits for all to end."""
         while (issued := job.issued) is not None:
             answer = self._answered(issued)
+            job.running.sound = answer if issued.pending.sound else None
             job.issued = request = None
             try:
                 with span("decode"):
@@ -221,11 +221,13 @@ class ThreadLane:
 
     def _answered(self, issued: Issued) -> object:
         event = issued.event
+        self._turn += 1
         try:
             with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
                 answer = issued.pending.wait()
         except RuntimeError as error:
             raise ConnectionBroke from error
+        self._turn += 1
         issued.turn = max(issued.issued, self._last_answer)
         issued.answered = self._last_answer = time.perf_counter()
         return answer

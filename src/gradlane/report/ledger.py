@@ -31,6 +31,7 @@ COUNTED = (
     "decode_seconds",
     "exposed_seconds",
     "overflow",
+    "overflow_sum",
     "underflow",
 )
 GAUGES = {"residual_norm": 0.0}  # of the last step; see ``note``

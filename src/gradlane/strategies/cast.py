@@ -10,12 +10,16 @@ from torch import Tensor
 
 from ..core.bucket import Bucket
 from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
+from ..core.numbers import HUGE
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import divided
 from .private import refuse_private_in_fp16
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
+FAR_IN_FP16 = 6e4  # what all ranks add up to must be below the largest number, 65,504
+FAR = 1000  # sums are looked at where the wire's range is so much smaller: in fp16, not in bf16
 SAMPLE = 16_384  # elements looked at for underflow in each message
 
 
@@ -26,8 +30,9 @@ class Cast(Strategy):
 
     A mean divides before it narrows, so gradients of 1e5 and 0 average to 5e4 in fp16, where a cast
     first would make inf. Counted in the metrics: ``overflow``, finite values that became infinite
-    (exact), and ``underflow``, non-zero values that became zero (exact up to 16,384 elements, beyond
-    that estimated from a window that moves from step to step).
+    (exact), ``overflow_sum``, those whose sum over the ranks came back infinite, and ``underflow``,
+    non-zero values that became zero (exact up to 16,384 elements, beyond that estimated from a window
+    that moves from step to step).
     """
 
     inner: Strategy
@@ -53,7 +58,10 @@ class Cast(Strategy):
         if reduced.sent is None and wire.kept is not None:
             kept, scale = wire.kept, bucket.divisor()
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))
-        return reduced
+        if reduced.mean is wire.sound:
+            return replace(reduced, sound=True)
+        # In a narrower exponent what was sound may overflow, and a look is needed after all.
+        return reduced if _as_far(self.dtype) else replace(reduced, sound=False)
 
 
 class _NarrowWire:
@@ -63,6 +71,7 @@ class _NarrowWire:
         self.dtype = dtype
         self.bucket = bucket
         self.narrowed = 0  # messages so far; each has a buffer of its own
+        self.sound: Tensor | None = None  # an answer that is a mean of what the ranks know to be sound
         self.kept: Tensor | None = None  # my share of a plain mean as it went out, for feedback
 
     async def answer(self, request: Request) -> object:
@@ -89,12 +98,15 @@ class _NarrowWire:
                 "otherwise=Cast(...)), or use a dense embedding"
             )
         mean = request.op == "mean"
-        if mean:
-            wide.div_(self.bucket.divisor(request.over))
-        (narrow,) = await self._narrowed((wide,), spread=self.bucket.divisor(request.over) if mean else 1)
+        divisor = self.bucket.divisor(request.over)
+        sound = mean and divided(wide, divisor, HUGE if _as_far(self.dtype) else FAR_IN_FP16 / divisor)
+        (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
         if self.bucket.feedback and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
+        self.sound = wide if sound else None
+        if not sound and may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
+            await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
 
     async def _narrowed(self, payload: Payload, spread: int = 1) -> Payload:
@@ -106,7 +118,7 @@ class _NarrowWire:
         self.narrowed += 1
         narrow = self.bucket.empty(f"cast {self.narrowed}", wide.numel(), self.dtype).view(wide.shape)
         narrow.copy_(wide)
-        if wide.device.type != "meta" and wide.numel():
+        if _holds_numbers(wide):
             lost = underflow(wide, narrow, self.bucket.step)
             if may_overflow(wide.dtype, self.dtype, spread):
                 await note(overflow=overflow(wide, narrow), underflow=lost)
@@ -116,6 +128,15 @@ class _NarrowWire:
 
     def _too_wide(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.element_size() > self.dtype.itemsize
+
+
+def _as_far(dtype: torch.dtype) -> bool:
+    """Whether its numbers reach as far as those of fp32: not in fp16."""
+    return torch.finfo(dtype).max > 1e38
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:

@@ -29,6 +29,7 @@ class Shards:
         self._codec, self._bucket = codec, bucket
         self._seed = bucket.seed(SALT, shared=False)
         self._kept: list[tuple[Payload, int]] | None = None
+        self._sound = False
         self.size = shard_size(bucket.flat.numel(), bucket.world, codec.granularity)
         """Of a shard on the wire: as long as the longest."""
         self._parts = _cut(bucket.flat, self.size, bucket.world)
@@ -38,13 +39,18 @@ class Shards:
     def encoded(self) -> list[Payload]:
         """What goes to each rank."""
         bucket = self._bucket
-        owed = [None] * bucket.world if bucket.owed is None else _cut(bucket.owed, self.size, bucket.world)
+        owed, left = (self._debts(debt) for debt in (bucket.owed, bucket.owed_after))
         payloads = [
-            encoded(self._codec, bucket, part, debt, self._seed + place, f"shard {place}")
-            for place, (part, debt) in enumerate(zip(self._parts, owed, strict=True))
+            encoded(self._codec, bucket, part, before, after, self._seed + place, f"shard {place}")
+            for place, (part, before, after) in enumerate(zip(self._parts, owed, left, strict=True))
         ]
         self._kept = kept_for_feedback(bucket, payloads, self._seed)
+        self._sound = all(map(self._codec.sound, payloads))
         return payloads
+
+    def _debts(self, debt: Tensor | None) -> Sequence[Tensor | None]:
+        world = self._bucket.world
+        return [None] * world if debt is None else _cut(debt, self.size, world)
 
     def seeds(self) -> list[int]:
         """Those with which the ranks encoded what they sent to this one."""
@@ -57,17 +63,18 @@ class Shards:
         total[self.filled :].zero_()
         return total
 
-    def answer(self, total: Tensor, owed: Tensor | None = None) -> Payload:
-        """This rank's shard, encoded for all."""
+    def answer(self, total: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> Payload:
+        """This rank's shard, encoded for all; ``left`` takes the debt of the answer, or owed itself."""
         seed = self._bucket.seed(SALT + 1, shared=False)
-        return encoded(self._codec, self._bucket, total, owed, seed, "shard mean")
+        return encoded(self._codec, self._bucket, total, owed, left, seed, "shard mean")
 
-    def reduced(self, everyone: Sequence[Payload]) -> Reduced:
-        """All answers, read into the bucket."""
+    def reduced(self, everyone: Sequence[Payload], aggregate: Aggregate | None = None) -> Reduced:
+        """All answers, read into the bucket; sound if nothing but a mean was taken of what is."""
         bucket = self._bucket
         for place, (part, payload) in enumerate(zip(self._parts, everyone, strict=True)):
             self._read(payload, part, bucket.seed(SALT + 1, shared=False, rank=place))
-        return Reduced(bucket.flat, sent_of(self._codec, bucket.flat, self.size, self._kept))
+        sound = self._sound and aggregate is mean
+        return Reduced(bucket.flat, sent_of(self._codec, bucket.flat, self.size, self._kept), sound)
 
     def _read(self, payload: Payload, part: Tensor, seed: int) -> None:
         if part.numel() == self.size:
@@ -88,13 +95,22 @@ def _cut(flat: Tensor, size: int, world: int) -> list[Tensor]:
     return [flat[min(rank * size, numel) : min((rank + 1) * size, numel)] for rank in range(world)]
 
 
-def encoded(codec: Codec, bucket: Bucket, flat: Tensor, owed: Tensor | None, seed: int, use: str) -> Payload:
+def encoded(
+    codec: Codec,
+    bucket: Bucket,
+    flat: Tensor,
+    owed: Tensor | None,
+    left: Tensor | None,
+    seed: int,
+    use: str,
+) -> Payload:
+    """The payload of flat, and of what is owed; ``left`` takes what is owed then, or owed itself."""
     layout = codec.layout(flat.numel())
     message = bucket.empty(use, message_size(layout), torch.uint8)  # in one piece, as it will be sent
     out = payload_in(message, layout)
     if owed is None:
         return codec.encode(flat, seed, out)
-    return codec.encode_owed(flat, owed, seed, out)
+    return codec.encode_owed(flat, owed, seed, out, left)
 
 
 def decoded(

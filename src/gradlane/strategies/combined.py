@@ -36,7 +36,8 @@ class Combined(Strategy):
     less to expect; one that has joined early is left out. If too few are left every rank raises; if nobody
     sent finite values the answer is NaN, as that of a mean would be. In the metrics:
     ``rank3_distance_norm``, ``rank3_weight``, ``rank3_excluded``. ``watch`` names a rank that stays far
-    from the others. Alone, a rank gets its own gradient.
+    from the others. Alone, a rank gets its own gradient. Gradients of any width travel and are combined in
+    fp32, or as the codec has it.
     """
 
     rule: Rule | Aggregate

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..codecs.base import keep_finite
 from ..codecs.topk import TopK
 from ..core.bucket import Bucket
 from ..core.collectives import note
@@ -14,7 +15,7 @@ from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
 from .exchange import Gathered
-from .feedback import squared_norm
+from .feedback import residual
 
 STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
 """The shares sent in the stages of the warm-up, of the paper: 75, 93.75, 98.4 and 99.6 % are left out."""
@@ -61,16 +62,18 @@ class DGC(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.velocity is not None
         assert self.memory is not None
-        velocity, owed = self.velocity.like(bucket), self.memory.like(bucket)
-        velocity.mul_(self.momentum).add_(self._clipped(bucket))  # 1, 2
-        bucket.flat.copy_(velocity)
+        (velocity, moved), (owed, left) = self.velocity.turn(bucket), self.memory.turn(bucket)
+        torch.mul(velocity, self.momentum, out=moved).add_(self._clipped(bucket))  # 1, 2
+        bucket.flat.copy_(moved)
         exchange = Gathered(TopK(self.share(bucket.step)))
-        reduced = await exchange.reduce(replace(bucket, owed=owed, feedback=True))  # 3: v + u is sent or owed
+        owing = replace(bucket, owed=owed, left=left, feedback=True)
+        reduced = await exchange.reduce(owing)  # 3: v + u is sent or owed
         assert reduced.sent is not None
-        velocity.mul_(reduced.sent() == 0)  # 4
+        moved.masked_fill_(reduced.sent() != 0, 0.0)  # 4
         if bucket.flat.device.type != "meta":
-            await note(residual_square=squared_norm(owed, bucket.step))
-        return Reduced(reduced.mean)
+            keep_finite(moved)
+            await note(residual_square=residual(left, bucket.step))
+        return Reduced(reduced.mean, sound=reduced.sound)
 
     def _clipped(self, bucket: Bucket) -> torch.Tensor:
         if self.clip is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..aggregate.combine import Aggregate, check_aggregate
@@ -35,11 +35,12 @@ class Summed(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
         refuse_sparse(bucket, "Summed")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, seed, "summed")
+        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "summed")
+        sound = codec.sound(payload)  # now: the sum will overwrite it
         kept = kept_for_feedback(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
         flat = codec.decode(total, bucket.flat, seed)
-        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept))
+        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept), sound)
 
 
 @dataclass
@@ -62,12 +63,13 @@ class Gathered(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         refuse_sparse(bucket, "Gathered")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, seed, "gathered")
+        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "gathered")
         kept = kept_for_feedback(bucket, [payload], seed)
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
         flat = decoded(codec, self.aggregate, bucket, everyone, seeds, bucket.flat)
-        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept))
+        sound = self.aggregate is mean and codec.sound(payload)
+        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept), sound)
 
 
 @dataclass
@@ -100,8 +102,8 @@ class Sharded(Strategy):
         received = await all_to_all(shards.encoded())
         total = shards.room()
         decoded(self.codec, self.aggregate, bucket, received, shards.seeds(), total[: shards.filled])
-        debt = self.server.shard(bucket, total.numel()) if self.server_feedback else None
-        return shards.reduced(await all_gather(shards.answer(total, debt)))
+        debts = self.server.shard(bucket, total.numel()) if self.server_feedback else (None, None)
+        return shards.reduced(await all_gather(shards.answer(total, *debts)), self.aggregate)
 
     async def _gathered(self, bucket: Bucket) -> Reduced:
         assert self.server is not None
@@ -112,4 +114,4 @@ class Sharded(Strategy):
         sent = reduced.sent
         if inherited is None or sent is None:
             return reduced
-        return Reduced(reduced.mean, lambda: sent().sub_(inherited))
+        return replace(reduced, sent=lambda: sent().sub_(inherited))

@@ -15,21 +15,23 @@ from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import all_finite
 from .momentum import WorkerMomentum
 from .private import refuse_private_inside
 from .weighted import WeightedMean
 
 KEPT_IN = (torch.float32, torch.bfloat16)
 SAMPLE = 16_384  # elements looked at for the norm, at least
+HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 
 
 @dataclass
 class ErrorFeedback(Strategy):
     """EF14 (Seide et al., 2014; Karimireddy et al., 2019): send C(g + e), keep e = g + e - C(g + e).
 
-    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, one
-    copy of the gradient: bfloat16 halves it and rounds what is owed. ``comm/residual_norm`` is its
-    norm, estimated from a sample where a bucket is large.
+    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, a
+    copy of the gradient, and one to go back to: bfloat16 halves it and rounds what is owed.
+    ``comm/residual_norm`` is its norm, estimated from a sample where a bucket is large.
     """
 
     inner: Strategy
@@ -45,20 +47,34 @@ class ErrorFeedback(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
-        owed = self.memory.like(bucket)
-        if self.inner.settles:  # in one pass with its own work
-            reduced = await self.inner.reduce(replace(bucket, owed=owed))
-        else:
-            owed.add_(bucket.flat)
-            bucket.flat.copy_(owed)
-            reduced = await self.inner.reduce(replace(bucket, feedback=True))
-            # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
-            owed.sub_(owed.to(bucket.flat.dtype) if reduced.sent is None else reduced.sent())
-            if owed.device.type != "meta":
-                keep_finite(owed)
+        owed, left = self.memory.turn(bucket)
+        reduced = await settled(self.inner, replace(bucket, owed=owed, left=left))
         if bucket.flat.device.type != "meta":
-            await note(residual_square=squared_norm(owed, bucket.step))
-        return Reduced(reduced.mean)
+            await note(residual_square=residual(left, bucket.step))
+        return Reduced(reduced.mean, sound=reduced.sound)
+
+
+async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
+    """The answer of a strategy to gradient and debt; ``bucket.owed_after`` takes what is owed then."""
+    if inner.settles:  # in one pass with its own work
+        return await inner.reduce(bucket)
+    owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
+    assert owed is not None
+    assert left is not None
+    whole = left
+    if left.dtype == torch.bfloat16:  # the sum is rounded when it has been sent, not before
+        whole = bucket.empty(
+            "gradient and debt", flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+        )
+    flat.copy_(torch.add(owed, flat, out=whole))
+    reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
+    # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
+    whole.sub_(whole.to(flat.dtype) if reduced.sent is None else reduced.sent())
+    if whole.device.type != "meta":
+        keep_finite(whole)
+    if whole is not left:
+        left.copy_(whole)
+    return reduced
 
 
 @dataclass
@@ -82,18 +98,38 @@ class ErrorFeedback21(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.own is not None
         assert self.mean is not None
-        own, mean = self.own.like(bucket), self.mean.like(bucket)
+        (own, own_after), (mean, mean_after) = self.own.turn(bucket), self.mean.turn(bucket)
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
-        own.add_(whole if reduced.sent is None else reduced.sent())
-        mean.add_(reduced.mean)
-        return Reduced(bucket.flat.copy_(mean))
+        answer = mean + reduced.mean
+        if all_finite(answer):
+            mean_after.copy_(answer)
+            torch.add(own, whole if reduced.sent is None else reduced.sent(), out=own_after)
+            if not all_finite(own_after):  # it has passed the largest number, and the mean has not
+                own_after.nan_to_num_(nan=0.0)
+        else:  # all ranks see this, and stay with what they had: mean remains the mean of what each one has
+            mean_after.copy_(mean)
+            own_after.copy_(own)
+        return Reduced(bucket.flat.copy_(answer))
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""
         state = super().carried(saved, rank, world)
         return {**state, "own": state["mean"]} if "mean" in state else state
+
+
+def residual(owed: Tensor, step: int) -> Tensor:
+    """The squared norm of what is owed, for the metrics; less what is too large ever to be sent.
+
+    One gradient of 3e38 can leave so much that every product with it is infinite, in this step and in all
+    that follow: nothing would be finite again. Where that is so the norm is infinite too.
+    """
+    square = squared_norm(owed, step)
+    if torch.isfinite(square):
+        return square
+    owed.masked_fill_(owed.abs() > HOPELESS, 0.0)
+    return squared_norm(owed, step)
 
 
 def squared_norm(owed: Tensor, step: int) -> Tensor:

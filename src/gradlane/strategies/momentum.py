@@ -8,8 +8,10 @@ import torch
 
 from ..core.bucket import Bucket
 from ..core.memory import Memory
+from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
+from ..kernels.finite import all_finite
 from .coded import refuse_sparse
 
 
@@ -36,17 +38,17 @@ class WorkerMomentum(Strategy):
             raise WrongType(
                 f"WorkerMomentum wraps a strategy, got {got}; write WorkerMomentum(Combined(...)), say"
             )
-        if not 0 <= self.beta < 1:
-            raise InvalidValue(f"beta={self.beta} is not possible; use a number from 0 to below 1")
+        if not is_number(self.beta) or not 0 <= self.beta < 1:
+            raise InvalidValue(f"beta={self.beta!r} is not possible; use a number from 0 to below 1")
         self.memory = self.memory or Memory(torch.float32)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
         refuse_sparse(bucket, "WorkerMomentum")
-        kept, flat = self.memory.like(bucket), bucket.flat
+        flat = bucket.flat
+        kept, after = self.memory.turn(bucket)
         moved = bucket.empty("momentum", flat.numel(), kept.dtype)
         torch.mul(kept, self.beta, out=moved).add_(flat, alpha=1 - self.beta)
-        if flat.device.type != "meta" and moved.sum().isfinite():
-            kept.copy_(moved)
+        after.copy_(moved if all_finite(moved) else kept)
         flat.copy_(moved)
         return await self.inner.reduce(bucket)

@@ -32,8 +32,9 @@ class ServerDebt(Memory):
         self._sizes: dict[str, dict[str, int]] = {}  # by shard: the elements of each parameter of its bucket
         self._whole: dict[str, Tensor] = {}  # of another world, by parameter
 
-    def shard(self, bucket: Bucket, size: int) -> Tensor:
-        """This rank's; zeros at first. DDP's new buckets, after its first step, are new shards."""
+    def shard(self, bucket: Bucket, size: int) -> tuple[Tensor, Tensor]:
+        """This rank's, zeros at first, and where to write what it becomes. DDP's new buckets, after its first
+        step, are new shards."""
         name = f"shard {bucket.rank} of {bucket.world}, {layout_digest(bucket.layout)}"
         kept = self.get(name)
         if kept is None or kept.numel() != size:
@@ -47,7 +48,9 @@ class ServerDebt(Memory):
         elif self._whole:  # it was cut in an earlier step, which nothing can undo any more
             for slot in bucket.layout:
                 self._whole.pop(slot.name, None)
-        return kept
+        left = self.blank(name, kept)
+        self.put(name, left)
+        return kept, left
 
     def whole(self, bucket: Bucket) -> Tensor | None:
         """What a larger world left, once: two ranks have no second encoding, and pay it with their own."""

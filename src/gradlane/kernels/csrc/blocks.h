@@ -83,11 +83,11 @@ TARGET INLINE void NAME(nearest)(const float *restrict p, int64_t block, float i
 
 /* The same, and what is left: a code times the scale is taken off without going through the code. */
 TARGET INLINE void NAME(nearest_left)(const float *restrict p, int64_t block, float inverse, float scale,
-                                      uint8_t *restrict codes, float *restrict owed) {
+                                      uint8_t *restrict codes, float *restrict left) {
     for (int64_t i = 0; i < block; i++) {
         float whole = p[i] * inverse + WHOLE;
         codes[i] = (uint8_t)bits_of(whole);
-        owed[i] = p[i] - (whole - WHOLE) * scale;
+        left[i] = p[i] - (whole - WHOLE) * scale;
     }
 }
 
@@ -341,107 +341,124 @@ TARGET static void NAME(decode_block)(const Blocks *job, const uint8_t *codes, c
 }
 
 /* The common case in two passes: a full block of integers, to the nearest, with feedback. */
-TARGET static void NAME(encode_left)(const Blocks *job, const float *x, float *owed, uint8_t *codes, float *side,
-                                     float *sums, float *spare) {
+TARGET static void NAME(encode_left)(const Blocks *job, const float *x, const float *owed, float *left,
+                                     uint8_t *codes, float *side, float *sums, float *spare) {
     const int64_t block = job->block;
     float inverse;
     uint32_t most = NAME(add_up)(x, owed, block, sums);
     uint8_t *bytes = job->form == INT8 ? codes : (uint8_t *)spare;
     if (!NAME(scale)(most, job->top, &inverse, side)) {
         memset(codes, 0, (size_t)job->code_bytes);
-        if (*side == *side) memcpy(owed, sums, (size_t)block * sizeof *owed); /* else it stays as it was */
+        keep(left, *side == *side ? sums : owed, block);
         return;
     }
     for (int64_t i = 0; i < block; i += 32) {
         fetch_ahead(x + i, 32);
         fetch_ahead(owed + i, 32);
-        NAME(nearest_left)(sums + i, 32, inverse, *side, bytes + i, owed + i);
+        NAME(nearest_left)(sums + i, 32, inverse, *side, bytes + i, left + i);
     }
     if (job->form == INT4) NAME(pack4)(bytes, block, codes);
     if (job->form == INT2) NAME(pack2)(bytes, block, codes);
 }
 
-/* The same for signs. */
-TARGET static void NAME(signs_left)(const Blocks *job, const float *restrict x, float *restrict owed, uint8_t *codes,
-                                    uint16_t *side, float *restrict sums, float *restrict spare) {
-    const int64_t block = job->block, half = block / 2;
+/* sums = x + owed, and the first step of the sum of magnitudes. */
+TARGET INLINE void NAME(add_halves)(const float *restrict x, const float *restrict owed, int64_t half,
+                                    float *restrict sums, float *restrict tree) {
     for (int64_t i = 0; i < half; i++) {
         float low = x[i] + owed[i], high = x[i + half] + owed[i + half];
         sums[i] = low;
         sums[i + half] = high;
-        spare[i] = float_of(bits_of(low) & NO_SIGN) + float_of(bits_of(high) & NO_SIGN);
+        tree[i] = float_of(bits_of(low) & NO_SIGN) + float_of(bits_of(high) & NO_SIGN);
     }
+}
+
+/* The same for signs. */
+TARGET static void NAME(signs_left)(const Blocks *job, const float *x, const float *owed, float *left, uint8_t *codes,
+                                    uint16_t *side, float *sums, float *spare) {
+    const int64_t block = job->block, half = block / 2;
+    NAME(add_halves)(x, owed, half, sums, spare);
     *side = mean_of(NAME(sum_of)(spare, half), block);
     const float scale = widened(*side); /* the rounded one: the others will see no other */
     for (int64_t i = 0; i < block; i += 32) {
         fetch_ahead(x + i, 32);
         fetch_ahead(owed + i, 32);
         NAME(marks)(sums + i, 32, 0, codes + i / 8);
-        if (scale == scale) NAME(from_marks)(codes + i / 8, 32, scale, owed + i, sums + i, LEFT);
+        if (scale == scale) NAME(from_marks)(codes + i / 8, 32, scale, left + i, sums + i, LEFT);
     }
+    if (scale != scale) keep(left, owed, block);
 }
 
 /* -- many blocks -------------------------------------------------------------------------------- */
 
+/* One block; `to`, which may be where owed is, takes what is left. */
+TARGET static void NAME(encode_one)(const Blocks *job, int64_t b, int64_t filled, float *to, Room *room) {
+    const int64_t block = job->block, start = b * block;
+    const float *x = job->x + start, *p = x, *owed = to ? job->owed + start : NULL;
+    float *sums = room->sums, *spare = room->spare, *turned = room->turned;
+    if (owed && job->form <= SIGN && !job->flags && filled == block) {
+        uint8_t *codes = job->codes + b * job->code_bytes;
+        if (job->form == SIGN)
+            NAME(signs_left)(job, x, owed, to, codes, (uint16_t *)job->side + b, sums, spare);
+        else
+            NAME(encode_left)(job, x, owed, to, codes, (float *)job->side + b, sums, spare);
+        return;
+    }
+    if (owed) {
+        for (int64_t i = 0; i < filled; i++) sums[i] = x[i] + owed[i];
+        p = sums;
+    } else if (filled < block) {
+        memcpy(sums, x, (size_t)filled * sizeof *x);
+        p = sums;
+    }
+    if (filled < block) memset(sums + filled, 0, (size_t)(block - filled) * sizeof *sums);
+    if (job->flags & ROTATE) {
+        for (int64_t i = 0; i < block; i++) turned[i] = p[i] * job->signs[i];
+        NAME(hadamard)(turned, block, job->norm);
+    }
+    fetch_ahead(x, block);
+    if (owed) fetch_ahead(owed, block);
+    /* Only a full block's codes fit in their place. */
+    const int cut = filled < block && !(job->flags & ROTATE);
+    uint8_t *codes = cut ? room->last : job->codes + b * job->code_bytes;
+    uint8_t *side = cut ? room->last_side : (uint8_t *)job->side + b * job->side_bytes;
+    NAME(encode_block)(job, job->flags & ROTATE ? turned : p, filled, (uint32_t)start, codes, side, spare);
+    if (cut) {
+        memcpy(job->codes + b * job->code_bytes, codes, (size_t)((filled * job->code_bytes + block - 1) / block));
+        memcpy((uint8_t *)job->side + b * job->side_bytes, side,
+               (size_t)(job->form == NATURAL ? (filled + 7) / 8 : job->side_bytes));
+    }
+    if (!owed) return;
+    /* What is owed stays as it was where the sum is not finite, so that it never ceases to be. */
+    if (filled == block && !(job->flags & ROTATE) && job->form != NATURAL) {
+        const float scale = scale_at(job, side);
+        if (scale == scale)
+            NAME(decode_block)(job, codes, side, to, p, (int8_t *)spare, LEFT);
+        else
+            keep(to, owed, block);
+        return;
+    }
+    NAME(decode_block)(job, codes, side, turned, NULL, (int8_t *)spare, SET);
+    if (job->flags & ROTATE) {
+        NAME(hadamard)(turned, block, job->norm);
+        for (int64_t i = 0; i < block; i++) turned[i] *= job->signs[i];
+    }
+    for (int64_t i = 0; i < filled; i++) {
+        const float left = p[i] - turned[i];
+        to[i] = left == left ? left : owed[i];
+    }
+}
+
 TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
     const Blocks *job = argument;
     const int64_t block = job->block;
-    ALIGNED float sums[MOST_BLOCK], spare[MOST_BLOCK], turned[MOST_BLOCK];
-    ALIGNED uint8_t last[MOST_BLOCK], last_side[MOST_BLOCK / 8];
+    Room room;
     for (int64_t b = job->blocks * part / parts; b < job->blocks * (part + 1) / parts; b++) {
         const int64_t start = b * block, filled = job->n - start < block ? job->n - start : block;
-        const float *x = job->x + start, *p = x;
-        float *owed = job->owed ? job->owed + start : NULL;
-        if (owed && job->form <= SIGN && !job->flags && filled == block) {
-            uint8_t *codes = job->codes + b * job->code_bytes;
-            if (job->form == SIGN)
-                NAME(signs_left)(job, x, owed, codes, (uint16_t *)job->side + b, sums, spare);
-            else
-                NAME(encode_left)(job, x, owed, codes, (float *)job->side + b, sums, spare);
-            continue;
-        }
-        if (owed) {
-            for (int64_t i = 0; i < filled; i++) sums[i] = x[i] + owed[i];
-            p = sums;
-        } else if (filled < block) {
-            memcpy(sums, x, (size_t)filled * sizeof *x);
-            p = sums;
-        }
-        if (filled < block) memset(sums + filled, 0, (size_t)(block - filled) * sizeof *sums);
-        if (job->flags & ROTATE) {
-            for (int64_t i = 0; i < block; i++) turned[i] = p[i] * job->signs[i];
-            NAME(hadamard)(turned, block, job->norm);
-        }
-        fetch_ahead(x, block);
-        if (owed) fetch_ahead(owed, block);
-        /* Only a full block's codes fit in their place. */
-        const int cut = filled < block && !(job->flags & ROTATE);
-        uint8_t *codes = cut ? last : job->codes + b * job->code_bytes;
-        uint8_t *side = cut ? last_side : (uint8_t *)job->side + b * job->side_bytes;
-        NAME(encode_block)(job, job->flags & ROTATE ? turned : p, filled, (uint32_t)start, codes, side, spare);
-        if (cut) {
-            memcpy(job->codes + b * job->code_bytes, last, (size_t)((filled * job->code_bytes + block - 1) / block));
-            memcpy((uint8_t *)job->side + b * job->side_bytes, last_side,
-                   (size_t)(job->form == NATURAL ? (filled + 7) / 8 : job->side_bytes));
-        }
-        if (!owed) continue;
-        /* What is owed stays as it was where the sum is not finite, so that it never ceases to be. */
-        if (filled == block && !(job->flags & ROTATE) && job->form != NATURAL) {
-            const float scale = scale_at(job, side);
-            if (scale == scale)
-                NAME(decode_block)(job, codes, side, owed, p, (int8_t *)spare, LEFT);
-            continue;
-        }
-        NAME(decode_block)(job, codes, side, turned, NULL, (int8_t *)spare, SET);
-        if (job->flags & ROTATE) {
-            NAME(hadamard)(turned, block, job->norm);
-            for (int64_t i = 0; i < block; i++) turned[i] *= job->signs[i];
-        }
-        for (int64_t i = 0; i < filled; i++) {
-            const float left = p[i] - turned[i];
-            owed[i] = left == left ? left : owed[i];
-        }
+        float *left = job->owed ? job->left + start : NULL;
+        NAME(encode_one)(job, b, filled, job->past ? room.rest : left, &room);
+        if (job->past) NAME(pass)(left, room.rest, filled);
     }
+    if (job->past) NAME(passed)();
 }
 
 TARGET static void NAME(decode_part)(void *argument, int part, int parts) {

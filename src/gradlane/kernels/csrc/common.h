@@ -45,6 +45,14 @@ INLINE void fetch_ahead(const float *here, int64_t count) {
     for (int64_t i = 0; i < count; i += 16, next += 64) __builtin_prefetch((const void *)next);
 }
 
+#define WORTH_PASSING 262144 /* elements; a smaller result may still be in the cache when it is read */
+
+/* Elements before the first that begins a line of the cache. */
+INLINE int64_t to_next_line(const float *here, int64_t size) {
+    const int64_t count = (int64_t)(-(uintptr_t)here / sizeof *here % 16);
+    return count < size ? count : size;
+}
+
 typedef struct {
     uint32_t first, second;
 } Keys;

@@ -6,11 +6,12 @@
    compiled once for each level. */
 
 typedef struct {
-    const float *g, *p, *q;
-    float *owed, *out, *factor, *to; /* factor: the p or q to be computed; to: the same, from a tile's columns on */
+    const float *g, *owed, *p, *q;
+    float *left, *out;    /* left: what is owed afterwards, where that is asked for; it may be owed itself */
+    float *factor, *to;   /* factor: the p or q to be computed; to: the same, from a tile's columns on */
     int64_t a, b, r, tile, room;     /* columns of a tile; elements of a part's spare memory */
     float *spare;
-    int settle, keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
+    int keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
 } Product;
 
 #define ROWS 2        /* rows that share what is loaded of q */
@@ -20,15 +21,8 @@ typedef struct {
 #define KEPT 262144   /* elements of a tile that stay in the second cache; half as many are no better */
 #define MOST_TILE 512 /* columns; narrower for tall matrices */
 #define LEAST_TILE 64 /* below it, two passes through memory are cheaper */
-#define WORTH_PASSING 262144 /* elements; a smaller result may still be in the cache when it is read */
 #define COLUMNS 128   /* of the fp64 basis that are worked on at once */
 #define LEAST 1e-12   /* as in plain_products.py */
-
-/* Elements before the first that begins a line of the cache. */
-INLINE int64_t to_next_line(const float *here, int64_t size) {
-    const int64_t count = (int64_t)(-(uintptr_t)here / sizeof *here % 16);
-    return count < size ? count : size;
-}
 
 INLINE int64_t share_of(int64_t count, int64_t unit, int part, int parts) {
     const int64_t at = (count + unit - 1) / unit * part / parts * unit;
@@ -140,20 +134,21 @@ static int level_with_fma(int level) {
 #endif
 }
 
-EXPORT void gradlane_project_rows(int level, int threads, const float *g, float *owed, const float *q, int64_t a,
-                                  int64_t b, int64_t r, int settle, float *p) {
+EXPORT void gradlane_project_rows(int level, int threads, const float *g, const float *owed, const float *q, int64_t a,
+                                  int64_t b, int64_t r, float *left, float *p) {
     level = level_with_fma(level);
-    Product job = {.g = g, .owed = owed, .q = q, .factor = p, .a = a, .b = b, .r = r, .settle = settle};
+    Product job = {.g = g, .owed = owed, .q = q, .factor = p, .a = a, .b = b, .r = r, .left = left};
+    job.past = left != owed && a * b >= WORTH_PASSING;
     spread(AT_LEVEL(level, rows_part), &job, threads_for(a * b, threads));
 }
 
-EXPORT int gradlane_project_columns(int level, int threads, const float *g, float *owed, const float *p, int64_t a,
-                                    int64_t b, int64_t r, int settle, float *q) {
+EXPORT int gradlane_project_columns(int level, int threads, const float *g, const float *owed, const float *p,
+                                    int64_t a, int64_t b, int64_t r, float *left, float *q) {
     level = level_with_fma(level);
-    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .settle = settle};
+    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .left = left};
     const int parts = threads_for(a * b, threads);
     job.tile = MOST_TILE;
-    if (settle) {
+    if (left) {
         while (job.tile > LEAST_TILE && a * job.tile > KEPT) job.tile /= 2;
         job.keep = a * job.tile <= KEPT;
         if (!job.keep) job.tile = MOST_TILE;

@@ -1,12 +1,12 @@
 /* The kernels of gradlane's codecs. Plain C on bare pointers, called without the interpreter's lock.
 
    They give the same bits as the versions in torch, at every level of instructions and with any number of
-   threads: build with -ffp-contract=off and never with -ffast-math. blocks.h, select.h and rules.h are compiled
-   once for each level; the caller says which to use. */
+   threads: build with -ffp-contract=off and never with -ffast-math. past.h, blocks.h, select.h, rules.h
+   and finite.h are compiled once for each level; the caller says which to use. */
 
 #include "common.h"
 
-#define ABI 6 /* the same number as in kernels/calls.py */
+#define ABI 8 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1
@@ -25,9 +25,9 @@ enum { SET, ADD, LEFT }; /* out = value, out += value, out = from - value */
 #define WHOLE 12582912.0f
 
 typedef struct {
-    int form, flags, add;
-    const float *x;
-    float *owed, *out;
+    int form, flags, add, past; /* past: what is left is written past the cache */
+    const float *x, *owed;
+    float *left, *out; /* left: what is owed afterwards; it may be owed itself */
     int64_t n, block, blocks, code_bytes, side_bytes;
     Keys keys;
     float top, norm, factor; /* the last for every scale that is read */
@@ -37,6 +37,11 @@ typedef struct {
 } Blocks;
 
 typedef struct {
+    ALIGNED float sums[MOST_BLOCK], spare[MOST_BLOCK], turned[MOST_BLOCK], rest[MOST_BLOCK];
+    ALIGNED uint8_t last[MOST_BLOCK], last_side[MOST_BLOCK / 8]; /* of a block that is not full */
+} Room;
+
+typedef struct {
     int64_t count, room, wrapped; /* found; kept at most; kept before the end was passed */
     uint32_t *places;
     float *values;
@@ -44,11 +49,11 @@ typedef struct {
 } Found;
 
 typedef struct {
-    const float *x;
-    float *owed;
+    const float *x, *owed;
+    float *left;
     int64_t n, start;
     uint32_t threshold;
-    int narrow;
+    int narrow, past;
     Found *found;
 } Pick;
 
@@ -71,6 +76,23 @@ typedef struct {
     int rows;
 } Gram;
 
+enum { SINGLE, DOUBLE, BRAIN, HALF }; /* as in kernels/finite.py */
+#define STRETCH_OF_NUMBERS 16384
+
+typedef struct {
+    const void *x;
+    int64_t n;
+    int width, broken;
+} Numbers;
+
+typedef struct {
+    float *x;
+    int64_t n;
+    float divisor;
+    int32_t limit; /* as bits */
+    int beyond;
+} Divided;
+
 /* The scale of a block of signs: the mean as bfloat16, NaN where it is not finite. */
 INLINE uint16_t mean_of(float sum, int64_t count) {
     uint16_t mean = narrowed(sum / (float)count);
@@ -81,12 +103,19 @@ INLINE float scale_at(const Blocks *job, const void *side) {
     return job->form == NATURAL ? 0.0f : job->form == SIGN ? widened(*(const uint16_t *)side) : *(const float *)side;
 }
 
+/* A debt that stays as it was: nothing to do where it is settled in place. */
+INLINE void keep(float *left, const float *owed, int64_t count) {
+    if (left != owed) memcpy(left, owed, (size_t)count * sizeof *left);
+}
+
 #define NAME(name) name##_portable
 #define TARGET
 #define WIDE 0
+#include "past.h"
 #include "blocks.h"
 #include "select.h"
 #include "rules.h"
+#include "finite.h"
 #undef NAME
 #undef TARGET
 #undef WIDE
@@ -95,17 +124,23 @@ INLINE float scale_at(const Blocks *job, const void *side) {
 #define NAME(name) name##_avx2
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
 #define WIDE 1
+#include "past.h"
 #include "blocks.h"
 #include "select.h"
 #include "rules.h"
+#include "finite.h"
 #undef NAME
 #undef TARGET
+#undef WIDE
 
 #define NAME(name) name##_avx512
 #define TARGET __attribute__((target("avx2,bmi,popcnt,avx512f,avx512bw,avx512dq,avx512vl")))
+#define WIDE 2
+#include "past.h"
 #include "blocks.h"
 #include "select.h"
 #include "rules.h"
+#include "finite.h"
 #undef NAME
 #undef TARGET
 #undef WIDE
@@ -153,12 +188,13 @@ static void run_blocks(Work work, Blocks *job, int threads, float *signs) {
     spread(work, job, threads_for(job->n, threads));
 }
 
-EXPORT void gradlane_encode_blocks(int level, int threads, int form, int flags, const float *x, float *owed,
-                                   int64_t n, int64_t block, uint32_t first, uint32_t second, uint8_t *codes,
-                                   void *side) {
+EXPORT void gradlane_encode_blocks(int level, int threads, int form, int flags, const float *x, const float *owed,
+                                   float *left, int64_t n, int64_t block, uint32_t first, uint32_t second,
+                                   uint8_t *codes, void *side) {
     float signs[MOST_BLOCK];
-    Blocks job = {.form = form, .flags = flags, .x = x, .owed = owed, .n = n, .block = block,
+    Blocks job = {.form = form, .flags = flags, .x = x, .owed = owed, .left = left, .n = n, .block = block,
                   .keys = {first, second}, .factor = 1.0f, .codes = codes, .side = side};
+    job.past = left != owed && n >= WORTH_PASSING;
     run_blocks(AT_LEVEL(level, encode_part), &job, threads, signs);
 }
 
@@ -228,6 +264,19 @@ EXPORT int gradlane_decode_many(int level, int threads, int form, int flags, int
 #include "topk.h"
 #include "randomk.h"
 #include "lowrank.h"
+
+EXPORT int gradlane_all_finite(int level, int threads, const void *x, int64_t n, int width) {
+    Numbers job = {.x = x, .n = n, .width = width};
+    spread(AT_LEVEL(level, finite_part), &job, threads_for(n, threads));
+    return !job.broken;
+}
+
+/* x /= divisor. Whether all of it is below the limit then, which NaN and Inf are not. */
+EXPORT int gradlane_divide(int level, int threads, float *x, int64_t n, float divisor, float limit) {
+    Divided job = {.x = x, .n = n, .divisor = divisor, .limit = (int32_t)bits_of(limit)};
+    spread(AT_LEVEL(level, divide_part), &job, threads_for(n, threads));
+    return !job.beyond;
+}
 
 /* -- rules over ranks ---------------------------------------------------------------------------- */
 

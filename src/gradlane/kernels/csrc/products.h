@@ -70,11 +70,11 @@ TARGET INLINE void NAME(dots_of)(const Product *job, const float *owed, int64_t 
     if (job->r - k) NAME(dots)(job, owed, i, k, from, to, rows, 1);
 }
 
-/* owed = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one); m comes in `left`,
-   the first p[k], with the other sign, in `parts`. Where that is not finite, owed stays; it never ceases to be.
-   `past`: written past the cache, to the beginning of a line. */
+/* to = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one); m comes in `left`,
+   the first p[k], with the other sign, in `parts`. Where that is not finite, what was owed stays; it never ceases
+   to be. `past`: written past the cache, to the beginning of a line. */
 TARGET INLINE void NAME(settle)(const Product *job, const VEC *parts, const float *p, const float *q, VEC *left,
-                                float *owed, int64_t n, const int ranks, const int vectors, const int past) {
+                                const float *owed, float *to, int64_t n, const int ranks, const int vectors, const int past) {
     UNROLL for (int k = 0; k < ranks; k++)
         UNROLL for (int v = 0; v < vectors; v++) {
             const float *at = q + k * job->b + v * LANES;
@@ -88,75 +88,79 @@ TARGET INLINE void NAME(settle)(const Product *job, const VEC *parts, const floa
         }
     }
     UNROLL for (int v = 0; v < vectors; v++) {
-        float *to = owed + v * LANES;
+        float *here = to + v * LANES;
         if (!NAME(finite)(left[v])) {
             float lanes[LANES];
             NAME(store)(lanes, left[v]);
             for (int64_t i = 0; i < (n ? n : LANES); i++)
-                if ((bits_of(lanes[i]) & NO_SIGN) < INFINITE) to[i] = lanes[i];
+                here[i] = (bits_of(lanes[i]) & NO_SIGN) < INFINITE ? lanes[i] : owed[v * LANES + i];
         } else if (n) {
-            NAME(store_part)(to, n, left[v]);
+            NAME(store_part)(here, n, left[v]);
         } else if (past) {
-            NAME(stream)(to, left[v]);
+            NAME(stream)(here, left[v]);
         } else {
-            NAME(store)(to, left[v]);
+            NAME(store)(here, left[v]);
         }
     }
 }
 
 /* A piece of a row; m is x + add, or x alone. */
 TARGET INLINE void NAME(settle_piece)(const Product *job, const float *p, const float *q, const float *x,
-                                      const float *add, float *owed, int64_t size, const int ranks, const int past) {
+                                      const float *add, const float *owed, float *to, int64_t size, const int ranks,
+                                      const int past) {
     VEC parts[4], left[4];
     int64_t j = 0, n;
     UNROLL for (int k = 0; k < ranks; k++) parts[k] = NAME(all)(-p[k * job->a]);
     if (past) /* up to the next line */
-        for (const int64_t head = to_next_line(owed, size); j < head; j += n) {
+        for (const int64_t head = to_next_line(to, size); j < head; j += n) {
             n = head - j < LANES ? head - j : LANES;
             left[0] = NAME(sum_part)(x, add, j, n);
-            NAME(settle)(job, parts, p, q + j, left, owed + j, n, ranks, 1, 0);
+            NAME(settle)(job, parts, p, q + j, left, owed + j, to + j, n, ranks, 1, 0);
         }
     for (; j + 4 * LANES <= size; j += 4 * LANES) {
         UNROLL for (int v = 0; v < 4; v++) left[v] = NAME(sum_at)(x, add, j + v * LANES);
-        NAME(settle)(job, parts, p, q + j, left, owed + j, 0, ranks, 4, past);
+        NAME(settle)(job, parts, p, q + j, left, owed + j, to + j, 0, ranks, 4, past);
     }
     for (; j < size; j += n) {
         n = size - j < LANES ? size - j : LANES;
         left[0] = NAME(sum_part)(x, add, j, n);
-        NAME(settle)(job, parts, p, q + j, left, owed + j, n, ranks, 1, 0);
+        NAME(settle)(job, parts, p, q + j, left, owed + j, to + j, n, ranks, 1, 0);
     }
 }
 
 TARGET INLINE void NAME(settle_row)(const Product *job, const float *p, const float *q, const float *x,
-                                    const float *add, float *owed, int64_t size, const int past) {
+                                    const float *add, const float *owed, float *to, int64_t size, const int past) {
     if (job->r >= 4)
-        NAME(settle_piece)(job, p, q, x, add, owed, size, 4, past);
+        NAME(settle_piece)(job, p, q, x, add, owed, to, size, 4, past);
     else if (job->r >= 2)
-        NAME(settle_piece)(job, p, q, x, add, owed, size, 2, past);
+        NAME(settle_piece)(job, p, q, x, add, owed, to, size, 2, past);
     else
-        NAME(settle_piece)(job, p, q, x, add, owed, size, 1, past);
+        NAME(settle_piece)(job, p, q, x, add, owed, to, size, 1, past);
 }
 
-TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, int64_t i, const int rows) {
+TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, int64_t i, const int rows, const int past) {
     for (int64_t from = 0; from < job->b || !from; from += STRETCH)
         NAME(dots_of)(job, owed, i, from, job->b - from < STRETCH ? job->b : from + STRETCH, rows);
-    if (job->settle)
+    if (job->left)
         for (int64_t x = i; x < i + rows; x++)
-            NAME(settle_row)(job, job->factor + x, job->q, job->g + x * job->b, owed + x * job->b,
-                             job->owed + x * job->b, job->b, 0);
+            NAME(settle_row)(job, job->factor + x, job->q, job->g + x * job->b, owed + x * job->b, owed + x * job->b,
+                             job->left + x * job->b, job->b, past);
 }
 
 TARGET static void NAME(rows_part)(void *argument, int part, int parts) {
     const Product *job = argument;
     int64_t i = share_of(job->a, ROWS, part, parts);
     const int64_t end = share_of(job->a, ROWS, part + 1, parts);
+    if (job->owed && job->past)
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, i, ROWS, 1);
     if (job->owed) {
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, i, ROWS);
-        for (; i < end; i++) NAME(rows_of)(job, job->owed, i, 1);
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, i, ROWS, 0);
+        for (; i < end; i++) NAME(rows_of)(job, job->owed, i, 1, 0);
     } else {
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, NULL, i, ROWS);
-        for (; i < end; i++) NAME(rows_of)(job, NULL, i, 1);
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, NULL, i, ROWS, 0);
+        for (; i < end; i++) NAME(rows_of)(job, NULL, i, 1, 0);
     }
+    NAME(fence)();
 }
 
 /* -- along columns -------------------------------------------------------------------------------- */
@@ -229,7 +233,7 @@ TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
     float *sums = job->spare ? job->spare + part * job->room : NULL;
     for (int64_t from = share_of(b, SHARE, part, parts), size; from < last; from += size) {
         size = tile;
-        if (job->owed) size -= (int64_t)((uintptr_t)(job->owed + from) / 4 % 16); /* next begins a line */
+        if (job->left) size -= (int64_t)((uintptr_t)(job->left + from) / 4 % 16); /* next begins a line */
         if (size > last - from) size = last - from;
         own.to = job->factor + from;
         for (int64_t k = 0; k < job->r; k++) memset(own.to + k * b, 0, (size_t)size * 4);
@@ -241,12 +245,13 @@ TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
             else
                 NAME(gather_rows)(job, job->g + i * b + from, NULL, NULL, i, count, size);
         }
-        for (int64_t i = 0; job->settle && i < a; i++) {
-            float *owed = job->owed + i * b + from;
+        for (int64_t i = 0; job->left && i < a; i++) {
+            const float *owed = job->owed + i * b + from;
+            float *left = job->left + i * b + from;
             if (job->keep)
-                NAME(settle_row)(job, job->p + i, own.to, sums + i * tile, NULL, owed, size, 1);
+                NAME(settle_row)(job, job->p + i, own.to, sums + i * tile, NULL, owed, left, size, 1);
             else
-                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, owed, owed, size, 0);
+                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, owed, owed, left, size, 0);
         }
     }
     NAME(fence)();

@@ -93,14 +93,15 @@ static void fill(Slots *slots, const Pick *job, const Found *found, int64_t from
     }
 }
 
-/* Returns how many reach the threshold, whether they found a slot or not; -1 without memory.
-   n is below 2^32. */
-EXPORT int64_t gradlane_topk_select(int level, int threads, const float *x, float *owed, int64_t n,
-                                    uint32_t threshold, int64_t start, int64_t k, void *values, int narrow,
+/* With owed, left becomes x + owed and that is looked at; where left is given, it loses what is taken. Without
+   owed it must be x itself. Returns how many reach the threshold, whether they found a slot or not; -1 without
+   memory. n is below 2^32. */
+EXPORT int64_t gradlane_topk_select(int level, int threads, const float *x, const float *owed, float *left,
+                                    int64_t n, uint32_t threshold, int64_t start, int64_t k, void *values, int narrow,
                                     uint16_t *indices, int32_t *counts) {
     const int parts = threads_for(n, threads);
     Found found[MOST_THREADS] = {{0}};
-    Pick job = {x, owed, n, start, threshold, narrow, found};
+    Pick job = {x, owed, left, n, start, threshold, narrow, owed && left != owed && n >= WORTH_PASSING, found};
     const int64_t share = n / parts + 1, room = share < k ? share : k;
     char *memory = malloc((size_t)(room * parts) * (sizeof(uint32_t) + sizeof(float)));
     if (!memory) return -1;
@@ -115,10 +116,10 @@ EXPORT int64_t gradlane_topk_select(int level, int threads, const float *x, floa
     int broken = 0;
     for (int part = 0; part < parts; part++) {
         Found *here = &found[part];
-        int64_t stored = here->count < room ? here->count : room, left = total < k ? k - total : 0;
-        kept[part] = stored < left ? stored : left;
-        if (owed)
-            for (int64_t i = kept[part]; i < stored; i++) owed[here->places[i]] = here->values[i];
+        int64_t stored = here->count < room ? here->count : room, free_slots = total < k ? k - total : 0;
+        kept[part] = stored < free_slots ? stored : free_slots;
+        if (left)
+            for (int64_t i = kept[part]; i < stored; i++) left[here->places[i]] = here->values[i];
         total += here->count;
         broken |= here->broken;
     }

@@ -11,12 +11,13 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce
 from ...core.memory import Memory
+from ...core.numbers import is_small
 from ...core.strategy import Reduced, Strategy
+from ...kernels.finite import all_finite
 from ...kernels.products import expand, project_columns, project_rows
 from .cut import Matrix, Rank, View, check_common, cut
 from .factors import (
     FactorMemory,
-    finite,
     keep_factor,
     kept_factor,
     message_for,
@@ -58,7 +59,8 @@ class AcpSGD(Strategy):
         sends_rows = bucket.step % 2 == 0
         parts = cut(bucket, self.rank, self.min_compression_rate, self.view)
         matrices = parts.matrices
-        flat, owed = widened(bucket)
+        wide = widened(bucket)
+        flat, owed, left = wide
         known_in, sent_in = (self.right, self.left) if sends_rows else (self.left, self.right)
         sizes = [m.rows if sends_rows else m.columns for m in matrices]
         others = [m.columns if sends_rows else m.rows for m in matrices]
@@ -71,15 +73,17 @@ class AcpSGD(Strategy):
         parts.gather(flat, owed, message.rest)
         project = project_rows if sends_rows else project_columns
         for m, fixed, factor in zip(matrices, known, message.factors, strict=True):  # 1
-            project(m.of(flat), None if owed is None else m.of(owed), fixed, factor, settle=owed is not None)
+            before, after = (None if debt is None else m.of(debt) for debt in (owed, left))
+            project(m.of(flat), before, fixed, factor, settle=owed is not None, left=after)
         mine = message.flat.clone() if bucket.feedback else None
         message = message_in(await all_reduce(message.flat), parts, sizes, message.rest.numel())
 
-        whole = [finite(factor) for factor in message.factors]
+        whole = [all_finite(factor) for factor in message.factors]
+        sound = is_small(message.flat)  # the other factor is orthonormal
         _expand_all(matrices, message.factors, known, flat, sends_rows)  # 2
         parts.scatter(message.rest, flat)
         if owed is not None:
-            parts.settle_rest(flat, owed)
+            parts.settle_rest(flat, owed, left)
         for m, factor, fine in zip(matrices, message.factors, whole, strict=True):  # 3
             if fine:
                 keep_factor(sent_in, m, factor)
@@ -92,7 +96,7 @@ class AcpSGD(Strategy):
             parts.scatter(own.rest, out)
             return out.to(bucket.flat.dtype)
 
-        return Reduced(narrowed_back(bucket, flat, owed), sent if mine is not None else None)
+        return Reduced(narrowed_back(bucket, wide), sent if mine is not None else None, sound)
 
 
 def _expand_all(

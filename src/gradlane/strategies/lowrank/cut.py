@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.bucket import Bucket, Slot, layout_digest
 from ...core.numbers import is_number, is_whole
 from ...errors import InvalidValue, WrongType
+from ...kernels.finite import all_finite
 
 Rank = int | Mapping[str, int] | Callable[[str, torch.Size], int]
 View = Literal["tensor", "bucket"]
@@ -54,15 +55,15 @@ class Cut(NamedTuple):
         for place, part in self._runs(run):
             into[place].copy_(part)
 
-    def settle_rest(self, answer: Tensor, owed: Tensor) -> None:
-        """The rest was sent whole and owes nothing, but for what came back as no number."""
-        if answer.device.type == "meta":
+    def settle_rest(self, answer: Tensor, owed: Tensor, left: Tensor | None) -> None:
+        """The rest was sent whole and nothing of it is ``left``, but for what came back as no number."""
+        if answer.device.type == "meta" or left is None:
             return
         for place in self.rest:
-            if answer[place].sum().isfinite():  # the usual case, without a mask of that size
-                owed[place].zero_()
+            if all_finite(answer[place]):  # the usual case, without a mask of that size
+                left[place].zero_()
             else:
-                owed[place].masked_fill_(answer[place].isfinite(), 0.0)
+                left[place].copy_(owed[place]).masked_fill_(answer[place].isfinite(), 0.0)
 
     def _runs(self, whole: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start = 0

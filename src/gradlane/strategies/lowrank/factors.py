@@ -13,6 +13,7 @@ from ...core.across import Slots
 from ...core.bucket import Bucket
 from ...core.memory import Memory
 from ...errors import WrongType
+from ...kernels.counter import draws, keys_of
 from ...kernels.products import orthonormalise
 from .cut import WHOLE_BUCKET, Cut, Matrix, slot_of
 
@@ -65,26 +66,35 @@ def width(bucket: Bucket) -> torch.dtype:
     return torch.promote_types(bucket.flat.dtype, torch.float32)
 
 
-def widened(bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-    """The gradient and what is owed, as wide as the factors; themselves where they are."""
+class Wide(NamedTuple):
+    """The gradient, what is owed, and what takes the new debt, as wide as the factors."""
+
+    flat: Tensor
+    owed: Tensor | None
+    left: Tensor | None
+
+
+def widened(bucket: Bucket) -> Wide:
+    """The bucket's own tensors where they are wide enough."""
     if bucket.flat.is_sparse:
         name = bucket.names[0]
         raise WrongType(
             f"the sparse gradient of {name!r} has no low rank to find; give it a strategy of its own with "
             f"Route({{{name!r}: Mean()}}, otherwise=...), or use a dense embedding"
         )
-    flat, owed, wide = bucket.flat, bucket.owed, width(bucket)
+    flat, owed, left, wide = bucket.flat, bucket.owed, bucket.owed_after, width(bucket)
     if flat.dtype != wide:
         flat = bucket.empty("wide gradient", flat.numel(), wide).copy_(flat)
     if owed is not None and owed.dtype != wide:
-        owed = bucket.empty("wide debt", owed.numel(), wide).copy_(owed)
-    return flat, owed
+        owed = left = bucket.empty("wide debt", owed.numel(), wide).copy_(owed)
+    return Wide(flat, owed, left)
 
 
-def narrowed_back(bucket: Bucket, flat: Tensor, owed: Tensor | None) -> Tensor:
+def narrowed_back(bucket: Bucket, wide: Wide) -> Tensor:
     """The answer in the gradient's own width, and the debt in that of its memory."""
-    if owed is not None and bucket.owed is not None and owed is not bucket.owed:
-        bucket.owed.copy_(owed)
+    flat, left, after = wide.flat, wide.left, bucket.owed_after
+    if left is not None and after is not None and left is not after:
+        after.copy_(left)
     return flat if flat is bucket.flat else bucket.flat.copy_(flat)
 
 
@@ -105,13 +115,14 @@ def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed:
 
 
 def drawn(bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
-    """Gaussian, from a seed of this matrix alone: the same in whatever bucket it comes."""
+    """Evenly from -1 to 1, by a seed of this matrix alone: the same in whatever bucket it comes. From whole
+    numbers: torch's Gaussian ones may have other last bits on another processor, and all ranks must agree."""
     if bucket.flat.device.type == "meta":
         return torch.empty(matrix.rank, size, dtype=width(bucket), device="meta")
     alone = replace(bucket, layout=(slot_of(matrix),))
-    generator = torch.Generator().manual_seed(alone.seed(SALT + seed, shared=True))
-    rows = torch.randn(matrix.rank, size, generator=generator, dtype=width(bucket))
-    return rows.to(bucket.flat.device)
+    keys = keys_of(alone.seed(SALT + seed, shared=True))
+    bits = draws(0, matrix.rank * size, keys, bucket.flat.device).to(torch.float64)
+    return bits.mul_(2.0**-31).sub_(1.0).view(matrix.rank, size).to(width(bucket))
 
 
 def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:
@@ -122,7 +133,3 @@ def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:
     kept = memory.blank(matrix.name, factor).copy_(factor)
     orthonormalise(kept)
     memory.put(matrix.name, kept)
-
-
-def finite(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta" or bool(tensor.isfinite().all())

@@ -12,15 +12,15 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce, note
 from ...core.memory import Memory
-from ...core.numbers import is_number
+from ...core.numbers import is_number, is_small
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
+from ...kernels.finite import all_finite
 from ...kernels.products import expand, orthonormalise, project_columns, project_rows
 from .cut import Cut, Rank, View, check_common, check_whole, cut
 from .factors import (
     FactorMemory,
     Message,
-    finite,
     keep_factor,
     kept_factor,
     message_for,
@@ -109,7 +109,7 @@ class PowerSGD(Strategy):
         if self.plan is not None:
             self.plan.saw(bucket, sound)
             await note(ranks=sum(matrix.rank for matrix in step.cut.matrices))
-        return Reduced(narrowed_back(bucket, step.flat, step.owed), step.sent())
+        return Reduced(narrowed_back(bucket, step.wide), step.sent(), step.sound())
 
     def ranks(self) -> dict[str, int]:
         """The ranks that the budget gave, by name of parameter; none before the first step."""
@@ -134,16 +134,18 @@ class _Step:
 
     def __init__(self, bucket: Bucket, cut: Cut, owes: Owes) -> None:
         self.bucket, self.cut = bucket, cut
-        self.flat, self.owed = widened(bucket)
+        self.wide = widened(bucket)
+        self.flat, self.owed, self.left = self.wide
         self.own = owes == "own"
         self.ps: list[Tensor] = []
         self.fine = [True] * len(cut.matrices)
         """Per matrix: all numbers so far are finite. They come from the wire, so all ranks see the same."""
         self._rest: Tensor | None = None
+        self._averaged_qs: Tensor | None = None
         self._mine: tuple[Tensor, Tensor] | None = None  # the rest and Q as this rank sent them
-        if self.owed is not None and not self.own:
-            self.owed.add_(self.flat)  # M, until the answer is taken off
-            self.given, self.debt = self.owed, None
+        if self.owed is not None and self.left is not None and not self.own:
+            self.given = torch.add(self.owed, self.flat, out=self.left)  # M, until the answer is taken off
+            self.debt = None
         else:
             self.given, self.debt = self.flat, self.owed
 
@@ -170,15 +172,20 @@ class _Step:
         message = self._message("factors Q", sizes, rest=False)
         for place, (p, q) in enumerate(zip(self.ps, message.factors, strict=True)):
             given, debt = self._matrix(place)
+            settles = last and debt is not None
+            left = self.cut.matrices[place].of(self.left) if settles and self.left is not None else None
             if self.fine[place]:
-                project_columns(given, debt, p, q, settle=last and debt is not None)
-            else:  # what is owed stays as it was
-                q.zero_()
+                project_columns(given, debt, p, q, settle=settles, left=left)
+                continue
+            q.zero_()
+            if left is not None and debt is not None:  # what is owed stays as it was
+                left.copy_(debt)
         if last and self._mine is not None:
             self._mine = (self._mine[0], message.flat.clone())
         message = await self._averaged(message, sizes)
-        if not finite(message.flat):
-            self.fine = [fine and finite(q) for fine, q in zip(self.fine, message.factors, strict=True)]
+        self._averaged_qs = message.flat
+        if not all_finite(message.flat):
+            self.fine = [fine and all_finite(q) for fine, q in zip(self.fine, message.factors, strict=True)]
         return message.factors
 
     def answer(self, qs: list[Tensor]) -> None:
@@ -189,13 +196,18 @@ class _Step:
                 matrix.of(self.flat).fill_(torch.nan)
         assert self._rest is not None
         self.cut.scatter(self._rest, self.flat)
-        if self.owed is None:
+        if self.left is None:
             return
-        if not self.own:
-            self.owed.sub_(self.flat)
-            self.owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            return
-        self.cut.settle_rest(self.flat, self.owed)
+        if self.own:
+            assert self.owed is not None
+            self.cut.settle_rest(self.flat, self.owed, self.left)
+        else:
+            self.left.sub_(self.flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def sound(self) -> bool:
+        """P is orthonormal, so that what is in the answer is no larger than Q, and the rest."""
+        seen = [part for part in (self._rest, self._averaged_qs) if part is not None]
+        return all(self.fine) and all(map(is_small, seen))
 
     def sent(self) -> Callable[[], Tensor] | None:
         """What the others saw of this rank, for a wrapper that asks."""

@@ -1,0 +1,53 @@
+"""Process groups for jobs that torchrun restarts."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import InvalidValue, WrongState
+from .lane.agree import Board
+from .lane.base import DEFAULT_TIMEOUT
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+def init_elastic(
+    backend: str | None = None, *, timeout: float | timedelta = DEFAULT_TIMEOUT, **options: Any
+) -> None:
+    """``init_process_group`` for a worker of torchrun, good for every restart.
+
+    torchrun keeps one store for all attempts. A worker that ``init_process_group`` puts there finds the
+    addresses of the attempt before it, and is refused by a dead peer or waits for it. Here the ranks first
+    agree on a corner of the store that only this attempt has. They do not take torchrun's count of restarts
+    for it: every node counts its own, and a change of membership is not counted.
+
+    Args:
+        backend: as for ``init_process_group``: ``"gloo"``, ``"nccl"``, or None for torch's choice.
+        timeout: seconds (or a ``timedelta``) for the ranks to meet, and for all collectives of the group;
+            torch's own default is half an hour.
+        options: what else ``init_process_group`` takes: ``device_id``, ``pg_options``.
+    """
+    if taken := sorted({"store", "rank", "world_size", "init_method"} & set(options)):
+        raise InvalidValue(
+            f"init_elastic finds {', '.join(taken)} by itself, from what torchrun has set; leave it out, "
+            "or use torch.distributed.init_process_group"
+        )
+    if dist.is_initialized():
+        raise WrongState("there is a process group already; call init_elastic once, and instead of it")
+    if missing := [name for name in NEEDED if name not in os.environ]:
+        raise WrongState(
+            f"init_elastic is for workers of torchrun, which sets {', '.join(missing)}; start with "
+            "`torchrun --nproc-per-node 2 --max-restarts 3 script.py`, or use "
+            "torch.distributed.init_process_group"
+        )
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    board = Board(store, f"gradlane/elastic/{world}", rank, world, limit.total_seconds())
+    token, _ = board.agree("attempt", {}, doing="init_elastic")
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(token, store), rank=rank, world_size=world, timeout=limit, **options
+    )
