@@ -44,7 +44,11 @@ class OwnFeed(Feed):
         anywhere = self._call_the_roll(torch.tensor(present, dtype=torch.int32, device=parameters[0].device))
         answers: list[Future[Tensor]] = []
         for index, parcel in enumerate(parcels):
-            flat = parcel.filled(parameters)
+            try:
+                flat = parcel.filled(parameters)
+            except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
+                self._lose(error)
+                break
             bucket = self.bucket(flat, parcel.layout, index, index == len(parcels) - 1)
             answers.append(self.give(bucket, strategy, as_complex=flat.is_complex()))
         self.lane.drain()
@@ -59,10 +63,15 @@ class OwnFeed(Feed):
         """Raise what is wrong on this rank; all ranks hear of it, and the step is lost on all."""
         began = time.perf_counter()
         self.begin(strategy)
-        self._call_the_roll(torch.zeros(0, dtype=torch.int32), wrong)
-        self.step += 1
+        self._lose(wrong)
         self.lane.drain()
         self._end(began, self.lane.take_failure())
+
+    def _lose(self, wrong: Exception) -> None:
+        """Let the lane tell all ranks, in its order."""
+        self._call_the_roll(torch.zeros(0, dtype=torch.int32), wrong)
+        self.step += 1
+        self.in_step = False
 
     def _end(self, began: float, failure: BaseException | None) -> None:
         # Backward was over before this began, so that nothing of it was hidden.

@@ -87,7 +87,8 @@ def _sparse_copy(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     """With rows as its entries, which is how an embedding gives it."""
     if gradient is None:
         where = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(where, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        rows = parameter.new_empty(0, *parameter.shape[1:])
+        return torch.sparse_coo_tensor(where, rows, parameter.shape, check_invariants=True)
     return gradient.clone() if gradient.is_sparse else gradient.to_sparse(1)
 
 
