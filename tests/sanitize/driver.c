@@ -96,12 +96,10 @@ static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int
 }
 
 static void finite(int level, int threads, int64_t n, int kind) {
-    float *x = numbers(n, kind, (Keys){6, 7});
+    float *x = numbers(2 * n, kind, (Keys){6, 7});
     static const int widths[] = {4, 8, 2, 2};
-    for (int width = SINGLE; width <= HALF; width++) {
-        const int64_t count = n * 4 / widths[width];
-        gradlane_all_finite(level, threads, (char *)x + (n * 4 - count * widths[width]), count, width);
-    }
+    for (int width = SINGLE; width <= HALF; width++) /* up to the end */
+        gradlane_all_finite(level, threads, (char *)x + n * (8 - widths[width]), n, width);
     free(x);
 }
 
