@@ -85,12 +85,14 @@ static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int
     float *p = numbers(r * a, kind, (Keys){3, 5}), *q = numbers(r * b, kind, (Keys){4, 5});
     if (r <= a) gradlane_orthonormalise(level, p, r, a);
     float *apart = exactly(a * b * 4), *const lefts[] = {NULL, owed, apart};
-    gradlane_project_rows(level, threads, g, NULL, q, a, b, r, NULL, p);
-    gradlane_project_columns(level, threads, g, NULL, p, a, b, r, NULL, q);
+    gradlane_project_rows(level, threads, g, NULL, q, a, b, r, NULL, 0, p);
+    gradlane_project_columns(level, threads, g, NULL, p, a, b, r, NULL, 0, q);
     for (int i = 0; i < 3; i++) {
-        gradlane_project_rows(level, threads, g, owed, q, a, b, r, lefts[i], p);
-        gradlane_project_columns(level, threads, g, owed, p, a, b, r, lefts[i], q);
+        gradlane_project_rows(level, threads, g, owed, q, a, b, r, lefts[i], 0, p);
+        gradlane_project_columns(level, threads, g, owed, p, a, b, r, lefts[i], 0, q);
     }
+    gradlane_project_rows(level, threads, g, owed, q, a, b, r, NULL, 1, p);
+    gradlane_project_columns(level, threads, g, owed, p, a, b, r, apart, 1, q);
     gradlane_expand(level, threads, p, q, a, b, r, g);
     free(g), free(owed), free(apart), free(p), free(q);
 }
