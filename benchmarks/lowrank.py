@@ -33,6 +33,7 @@ class Buffers:
         self.settled, self.spare = self.error.clone(), self.error.clone()
         self.g, self.owed, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
         self.left = matrices(self.spare, shapes)
+        self.work, self.debt, self.next = (matrices(self.flat.clone(), shapes) for _ in range(3))
         self.p = [torch.randn(rank, a) for a, _ in shapes]
         self.q = [torch.randn(rank, b) for _, b in shapes]
         self.fixed = [torch.randn(rank, b) for _, b in shapes]
@@ -76,10 +77,14 @@ class Buffers:
         self.owed, self.left = self.left, self.owed
 
     def step(self) -> None:
-        self.each(products.project_rows, self.g, self.owed, self.q, self.p)
+        """As the strategy does it: the first pass leaves gradient + debt in the place of the gradient."""
+        for g, owed, q, p in zip(self.work, self.debt, self.q, self.p, strict=True):
+            products.project_rows(g, owed, q, p, keep_sum=True)
         self.each(products.orthonormalise, self.p)
-        self.columns()
-        self.each(products.expand, self.p, self.q, self.into)
+        for g, owed, left, p, q in zip(self.work, self.debt, self.next, self.p, self.q, strict=True):
+            products.project_columns(g, owed, p, q, settle=True, left=left, summed=True)
+        self.debt, self.next = self.next, self.debt
+        self.each(products.expand, self.p, self.q, self.work)
 
 
 def matrices(flat: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:

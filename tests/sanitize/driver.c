@@ -85,24 +85,24 @@ static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int
     float *p = numbers(r * a, kind, (Keys){3, 5}), *q = numbers(r * b, kind, (Keys){4, 5});
     if (r <= a) gradlane_orthonormalise(level, p, r, a);
     float *apart = exactly(a * b * 4), *const lefts[] = {NULL, owed, apart};
-    gradlane_project_rows(level, threads, g, NULL, q, a, b, r, NULL, p);
-    gradlane_project_columns(level, threads, g, NULL, p, a, b, r, NULL, q);
+    gradlane_project_rows(level, threads, g, NULL, q, a, b, r, NULL, 0, p);
+    gradlane_project_columns(level, threads, g, NULL, p, a, b, r, NULL, 0, q);
     for (int i = 0; i < 3; i++) {
-        gradlane_project_rows(level, threads, g, owed, q, a, b, r, lefts[i], p);
-        gradlane_project_columns(level, threads, g, owed, p, a, b, r, lefts[i], q);
+        gradlane_project_rows(level, threads, g, owed, q, a, b, r, lefts[i], 0, p);
+        gradlane_project_columns(level, threads, g, owed, p, a, b, r, lefts[i], 0, q);
     }
+    gradlane_project_rows(level, threads, g, owed, q, a, b, r, NULL, 1, p);
+    gradlane_project_columns(level, threads, g, owed, p, a, b, r, apart, 1, q);
     gradlane_expand(level, threads, p, q, a, b, r, g);
     free(g), free(owed), free(apart), free(p), free(q);
 }
 
 static void finite(int level, int threads, int64_t n, int kind) {
-    float *x = numbers(n, kind, (Keys){6, 7});
+    float *x = numbers(2 * n, kind, (Keys){6, 7});
     static const int widths[] = {4, 8, 2, 2};
-    for (int width = SINGLE; width <= HALF; width++) {
-        const int64_t count = n * 4 / widths[width];
-        gradlane_all_finite(level, threads, (char *)x + (n * 4 - count * widths[width]), count, width);
-    }
-    gradlane_divide(level, threads, x, n, 3.0f, 1e30f);
+    for (int width = SINGLE; width <= HALF; width++) /* up to the end */
+        gradlane_all_finite(level, threads, (char *)x + n * (8 - widths[width]), n, width);
+    gradlane_divide(level, threads, x + n, n, 3.0f, 1e30f);
     free(x);
 }
 

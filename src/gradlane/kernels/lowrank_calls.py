@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-_PROJECT = (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)
+_PROJECT = (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_void_p)
 LOW_RANK: dict[str, tuple[tuple[type, ...], type | None]] = {
     "project_rows": (_PROJECT, None),
     "project_columns": (_PROJECT, c_int),
@@ -26,13 +26,16 @@ class LowRankCalls:
     def _how(self) -> tuple[int, int]:
         raise AssertionError("Native says how")
 
-    def project_rows(self, g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None) -> None:
-        self._call["project_rows"](*self._how(), *_given(g, owed, q), _pointer(left), p.data_ptr())
+    def project_rows(
+        self, g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None, summed: bool
+    ) -> None:
+        given = (*_given(g, owed, q), _pointer(left), summed)
+        self._call["project_rows"](*self._how(), *given, p.data_ptr())
 
     def project_columns(
-        self, g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None
+        self, g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None, summed: bool
     ) -> None:
-        given = (*_given(g, owed, p), _pointer(left))
+        given = (*_given(g, owed, p), _pointer(left), summed)
         _enough(self._call["project_columns"](*self._how(), *given, q.data_ptr()))
 
     def expand(self, p: Tensor, q: Tensor, out: Tensor) -> None:

@@ -14,29 +14,40 @@ PIECE = 65_536  # elements
 LEAST = 1e-12  # of a row's square that must be new; below it, rounding to fp32 has made up the rest
 
 
-def project_rows(g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None) -> None:
+def project_rows(
+    g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None, keep_sum: bool
+) -> None:
+    if keep_sum and owed is not None:
+        g += owed
+        owed = None
     torch.mm(q, g.t(), out=p)
     if owed is None:
         return
     p.addmm_(q, owed.t())
     if left is not None:
-        _settle(g, owed, left, p, q, p.isfinite().all(0).unsqueeze(1))
+        _settle(g, owed, owed, left, p, q, p.isfinite().all(0).unsqueeze(1))
 
 
-def project_columns(g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None) -> None:
+def project_columns(
+    g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None, summed: bool
+) -> None:
     torch.mm(p, g, out=q)
     if owed is None:
         return
-    q.addmm_(p, owed)
+    if not summed:
+        q.addmm_(p, owed)
     if left is not None:
-        _settle(g, owed, left, p, q, q.isfinite().all(0).unsqueeze(0))
+        _settle(g, None if summed else owed, owed, left, p, q, q.isfinite().all(0).unsqueeze(0))
 
 
-def _settle(g: Tensor, owed: Tensor, left: Tensor, p: Tensor, q: Tensor, sound: Tensor) -> None:
+def _settle(
+    g: Tensor, add: Tensor | None, owed: Tensor, left: Tensor, p: Tensor, q: Tensor, sound: Tensor
+) -> None:
+    """m is g + add, or g; ``owed`` is what stays."""
     usual = g.device.type == "cpu" and bool(sound.all())  # elsewhere, asking costs more than it saves
     sound = sound.expand_as(g)
     for rows, piece in _pieces(g):
-        torch.add(g[rows], owed[rows], out=piece)
+        piece.copy_(g[rows]) if add is None else torch.add(g[rows], add[rows], out=piece)
         piece.addmm_(p[:, rows].t(), q, alpha=-1)
         if usual and piece.sum().isfinite():
             left[rows] = piece

@@ -22,40 +22,58 @@ from .native import native_for
 
 
 def project_rows(
-    g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, *, settle: bool = False, left: Tensor | None = None
+    g: Tensor,
+    owed: Tensor | None,
+    q: Tensor,
+    p: Tensor,
+    *,
+    settle: bool = False,
+    left: Tensor | None = None,
+    keep_sum: bool = False,
 ) -> None:
     """p[k, i] = sum over j of m[i, j] q[k, j].
 
     With ``settle`` (q must have orthonormal rows) ``left`` becomes m - p^T q, what p leaves out; where it is
     not given, that is owed itself. An element that would not be finite stays as it was owed; where p is not
-    finite, that is its whole row.
+    finite, that is its whole row. With ``keep_sum`` instead, g becomes m: the next pass reads one matrix
+    less.
     """
     left = _check_debt(g, owed, p, q, settle, left)
+    if keep_sum and settle:
+        raise InvalidValue("keep_sum=True is for a pass after this one; with settle=True there is none")
     if g.is_meta:
         return
     kernels = _kernels(g)
     if kernels:
-        kernels.project_rows(g, owed, q, p, left)
+        kernels.project_rows(g, owed, q, p, left, keep_sum and owed is not None)
     else:
-        plain_products.project_rows(g, owed, q, p, left)
+        plain_products.project_rows(g, owed, q, p, left, keep_sum)
 
 
 def project_columns(
-    g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, *, settle: bool = False, left: Tensor | None = None
+    g: Tensor,
+    owed: Tensor | None,
+    p: Tensor,
+    q: Tensor,
+    *,
+    settle: bool = False,
+    left: Tensor | None = None,
+    summed: bool = False,
 ) -> None:
     """q[k, j] = sum over i of p[k, i] m[i, j].
 
     With ``settle`` (p must have orthonormal rows) ``left``, or owed itself, becomes m - p^T q. An element
     that would not be finite stays as it was owed; where q is not finite, that is its whole column.
+    ``summed``: g is m already, and owed only what stays where something is not finite.
     """
     left = _check_debt(g, owed, p, q, settle, left)
     if g.is_meta:
         return
     kernels = _kernels(g)
     if kernels:
-        kernels.project_columns(g, owed, p, q, left)
+        kernels.project_columns(g, owed, p, q, left, summed)
     else:
-        plain_products.project_columns(g, owed, p, q, left)
+        plain_products.project_columns(g, owed, p, q, left, summed)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:

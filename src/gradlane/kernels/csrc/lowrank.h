@@ -11,6 +11,8 @@ typedef struct {
     float *factor, *to;   /* factor: the p or q to be computed; to: the same, from a tile's columns on */
     int64_t a, b, r, tile, room;     /* columns of a tile; elements of a part's spare memory */
     float *spare;
+    float *sum;     /* where g + owed is to be kept: g itself, or NULL */
+    int summed;     /* g is that sum already */
     int keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
 } Product;
 
@@ -134,18 +136,20 @@ static int level_with_fma(int level) {
 #endif
 }
 
-EXPORT void gradlane_project_rows(int level, int threads, const float *g, const float *owed, const float *q, int64_t a,
-                                  int64_t b, int64_t r, float *left, float *p) {
+EXPORT void gradlane_project_rows(int level, int threads, float *g, const float *owed, const float *q, int64_t a,
+                                  int64_t b, int64_t r, float *left, int summed, float *p) {
     level = level_with_fma(level);
     Product job = {.g = g, .owed = owed, .q = q, .factor = p, .a = a, .b = b, .r = r, .left = left};
+    job.sum = summed ? g : NULL;
     job.past = left != owed && a * b >= WORTH_PASSING;
     spread(AT_LEVEL(level, rows_part), &job, threads_for(a * b, threads));
 }
 
 EXPORT int gradlane_project_columns(int level, int threads, const float *g, const float *owed, const float *p,
-                                    int64_t a, int64_t b, int64_t r, float *left, float *q) {
+                                    int64_t a, int64_t b, int64_t r, float *left, int summed, float *q) {
     level = level_with_fma(level);
-    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .left = left};
+    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .left = left,
+                   .summed = summed};
     const int parts = threads_for(a * b, threads);
     job.tile = MOST_TILE;
     if (left) {
@@ -154,7 +158,8 @@ EXPORT int gradlane_project_columns(int level, int threads, const float *g, cons
         if (!job.keep) job.tile = MOST_TILE;
     }
     job.room = job.tile * (job.keep && a > DEEP ? a : DEEP);
-    if (owed && !(job.spare = aligned_alloc(64, (size_t)(parts * job.room) * sizeof(float)))) return -1;
+    /* The rows of a tile lie apart in g, too many of them in the same sets of the cache; in spare they do not. */
+    if ((summed ? job.keep : owed != NULL) && !(job.spare = aligned_alloc(64, (size_t)(parts * job.room) * sizeof(float)))) return -1;
     spread(AT_LEVEL(level, columns_part), &job, parts);
     free(job.spare);
     return 0;

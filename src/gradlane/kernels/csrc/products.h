@@ -29,11 +29,12 @@ TARGET INLINE float NAME(across)(VEC v) {
 /* -- along rows ----------------------------------------------------------------------------------- */
 
 /* p[k, i] for a few ranks of a few rows, over columns [from, to); added to what is there unless from is 0. */
-TARGET INLINE void NAME(dots)(const Product *job, const float *owed, int64_t i, int64_t k, int64_t from, int64_t to,
-                              const int rows, const int ranks) {
+TARGET INLINE void NAME(dots)(const Product *job, const float *owed, float *sum, int64_t i, int64_t k, int64_t from,
+                              int64_t to, const int rows, const int ranks) {
     const int64_t b = job->b, whole = from + (to - from) / LANES * LANES;
     const float *g = job->g + i * b, *q = job->q + k * b;
     if (owed) owed += i * b;
+    if (sum) sum += i * b;
     VEC sums[4][4], factor[4];
     UNROLL for (int x = 0; x < rows; x++)
         UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(all)(0.0f);
@@ -45,6 +46,7 @@ TARGET INLINE void NAME(dots)(const Product *job, const float *owed, int64_t i, 
                 if (owed) fetch_ahead(owed + x * b + j, 16);
             }
             const VEC m = NAME(sum_at)(g, owed, x * b + j);
+            if (sum) NAME(store)(sum + x * b + j, m);
             UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(madd)(m, factor[y], sums[x][y]);
         }
     }
@@ -52,6 +54,7 @@ TARGET INLINE void NAME(dots)(const Product *job, const float *owed, int64_t i, 
         UNROLL for (int y = 0; y < ranks; y++) factor[y] = NAME(load_part)(q + y * b + whole, to - whole);
         UNROLL for (int x = 0; x < rows; x++) {
             const VEC m = NAME(sum_part)(g, owed, x * b + whole, to - whole);
+            if (sum) NAME(store_part)(sum + x * b + whole, to - whole, m);
             UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(madd)(m, factor[y], sums[x][y]);
         }
     }
@@ -62,12 +65,20 @@ TARGET INLINE void NAME(dots)(const Product *job, const float *owed, int64_t i, 
         }
 }
 
-TARGET INLINE void NAME(dots_of)(const Product *job, const float *owed, int64_t i, int64_t from, int64_t to,
+/* With `sum` the first group of ranks leaves g + owed there, which is g: the others find it. */
+TARGET INLINE void NAME(dots_of)(const Product *job, const float *owed, float *sum, int64_t i, int64_t from, int64_t to,
                                  const int rows) {
-    int64_t k = 0;
-    for (; k + 4 <= job->r; k += 4) NAME(dots)(job, owed, i, k, from, to, rows, 4);
-    if (job->r - k >= 2) NAME(dots)(job, owed, i, k, from, to, rows, 2), k += 2;
-    if (job->r - k) NAME(dots)(job, owed, i, k, from, to, rows, 1);
+    int64_t k = job->r < 4 ? job->r < 2 ? 1 : 2 : 4;
+    if (k == 4)
+        NAME(dots)(job, owed, sum, i, 0, from, to, rows, 4);
+    else if (k == 2)
+        NAME(dots)(job, owed, sum, i, 0, from, to, rows, 2);
+    else
+        NAME(dots)(job, owed, sum, i, 0, from, to, rows, 1);
+    if (sum) owed = NULL;
+    for (; k + 4 <= job->r; k += 4) NAME(dots)(job, owed, NULL, i, k, from, to, rows, 4);
+    if (job->r - k >= 2) NAME(dots)(job, owed, NULL, i, k, from, to, rows, 2), k += 2;
+    if (job->r - k) NAME(dots)(job, owed, NULL, i, k, from, to, rows, 1);
 }
 
 /* to = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one); m comes in `left`,
@@ -138,9 +149,10 @@ TARGET INLINE void NAME(settle_row)(const Product *job, const float *p, const fl
         NAME(settle_piece)(job, p, q, x, add, owed, to, size, 1, past);
 }
 
-TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, int64_t i, const int rows, const int past) {
+TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, float *sum, int64_t i, const int rows,
+                                 const int past) {
     for (int64_t from = 0; from < job->b || !from; from += STRETCH)
-        NAME(dots_of)(job, owed, i, from, job->b - from < STRETCH ? job->b : from + STRETCH, rows);
+        NAME(dots_of)(job, owed, sum, i, from, job->b - from < STRETCH ? job->b : from + STRETCH, rows);
     if (job->left)
         for (int64_t x = i; x < i + rows; x++)
             NAME(settle_row)(job, job->factor + x, job->q, job->g + x * job->b, owed + x * job->b, owed + x * job->b,
@@ -151,14 +163,16 @@ TARGET static void NAME(rows_part)(void *argument, int part, int parts) {
     const Product *job = argument;
     int64_t i = share_of(job->a, ROWS, part, parts);
     const int64_t end = share_of(job->a, ROWS, part + 1, parts);
-    if (job->owed && job->past)
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, i, ROWS, 1);
+    if (job->owed && job->sum)
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, job->sum, i, ROWS, 0);
+    else if (job->owed && job->past)
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, NULL, i, ROWS, 1);
     if (job->owed) {
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, i, ROWS, 0);
-        for (; i < end; i++) NAME(rows_of)(job, job->owed, i, 1, 0);
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, NULL, i, ROWS, 0);
+        for (; i < end; i++) NAME(rows_of)(job, job->owed, job->sum, i, 1, 0);
     } else {
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, NULL, i, ROWS, 0);
-        for (; i < end; i++) NAME(rows_of)(job, NULL, i, 1, 0);
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, NULL, NULL, i, ROWS, 0);
+        for (; i < end; i++) NAME(rows_of)(job, NULL, NULL, i, 1, 0);
     }
     NAME(fence)();
 }
@@ -166,10 +180,10 @@ TARGET static void NAME(rows_part)(void *argument, int part, int parts) {
 /* -- along columns -------------------------------------------------------------------------------- */
 
 /* q[k, j] += p[k, i] m[i, j] for a few ranks, `count` rows and `vectors` places (or the first n elements of one).
-   With owed, m is g + owed and goes into `sums` as well; the rows that come next are asked for. */
+   With owed, m is g + owed; it goes into `sums` as well. `fetch`: the rows that come next are asked for. */
 TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float *owed, int64_t stride, float *sums,
                                 int64_t i, int64_t count, int64_t k, int64_t j, int64_t n, const int ranks,
-                                const int vectors) {
+                                const int vectors, const int fetch) {
     const float *p = job->p + k * job->a + i;
     VEC total[4][4], m[4];
     UNROLL for (int y = 0; y < ranks; y++)
@@ -178,12 +192,11 @@ TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float 
         const int64_t at = x * stride + j, ahead = at + DEEP * stride;
         UNROLL for (int v = 0; v < vectors; v++) {
             m[v] = n ? NAME(sum_part)(g, owed, at, n) : NAME(sum_at)(g, owed, at + v * LANES);
-            if (!owed) continue;
-            if (v * LANES % 16 == 0) {
+            if (fetch && v * LANES % 16 == 0) {
                 __builtin_prefetch((const void *)((uintptr_t)g + (uintptr_t)(ahead + v * LANES) * 4));
-                __builtin_prefetch((const void *)((uintptr_t)owed + (uintptr_t)(ahead + v * LANES) * 4));
+                if (owed) __builtin_prefetch((const void *)((uintptr_t)owed + (uintptr_t)(ahead + v * LANES) * 4));
             }
-            NAME(store)(sums + x * job->tile + j + v * LANES, m[v]); /* there is room for whole vectors */
+            if (sums) NAME(store)(sums + x * job->tile + j + v * LANES, m[v]); /* there is room for whole vectors */
         }
         UNROLL for (int y = 0; y < ranks; y++) {
             const VEC part = NAME(all)(p[y * job->a + x]);
@@ -203,18 +216,18 @@ TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float 
 /* The same for all ranks, in groups of 4, 2 and 1; after the first, g + owed is found in `sums`. */
 TARGET INLINE void NAME(gather_all)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
                                     int64_t count, int64_t j, int64_t n, const int vectors) {
-    const float *m = owed ? sums : g;
-    const int64_t r = job->r, b = job->b, stride = owed ? job->tile : b;
+    const float *m = sums ? sums : g;
+    const int64_t r = job->r, b = job->b, stride = sums ? job->tile : b;
     int64_t k = r < 4 ? r < 2 ? 1 : 2 : 4;
     if (k == 4)
-        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 4, vectors);
+        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 4, vectors, 1);
     else if (k == 2)
-        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 2, vectors);
+        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 2, vectors, 1);
     else
-        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 1, vectors);
-    for (; k + 4 <= r; k += 4) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 4, vectors);
-    if (r - k >= 2) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 2, vectors), k += 2;
-    if (r - k) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 1, vectors);
+        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 1, vectors, 1);
+    for (; k + 4 <= r; k += 4) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 4, vectors, 0);
+    if (r - k >= 2) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 2, vectors, 0), k += 2;
+    if (r - k) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 1, vectors, 0);
 }
 
 TARGET INLINE void NAME(gather_rows)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
@@ -239,9 +252,11 @@ TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
         for (int64_t k = 0; k < job->r; k++) memset(own.to + k * b, 0, (size_t)size * 4);
         for (int64_t i = 0; i < a; i += DEEP) {
             const int64_t count = a - i < DEEP ? a - i : DEEP;
-            if (job->owed)
-                NAME(gather_rows)(job, job->g + i * b + from, job->owed + i * b + from,
-                                  sums + (job->keep ? i * tile : 0), i, count, size);
+            float *here = sums ? sums + (job->keep ? i * tile : 0) : NULL;
+            if (sums && job->summed)
+                NAME(gather_rows)(job, job->g + i * b + from, NULL, here, i, count, size);
+            else if (sums)
+                NAME(gather_rows)(job, job->g + i * b + from, job->owed + i * b + from, here, i, count, size);
             else
                 NAME(gather_rows)(job, job->g + i * b + from, NULL, NULL, i, count, size);
         }
@@ -250,6 +265,8 @@ TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
             float *left = job->left + i * b + from;
             if (job->keep)
                 NAME(settle_row)(job, job->p + i, own.to, sums + i * tile, NULL, owed, left, size, 1);
+            else if (job->summed)
+                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, NULL, owed, left, size, 0);
             else
                 NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, owed, owed, left, size, 0);
         }

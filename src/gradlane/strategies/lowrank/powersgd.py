@@ -158,8 +158,9 @@ class _Step:
             self.cut.gather(self.given, self.debt, message.rest)
             if self.bucket.feedback:
                 self._mine = (message.rest.clone(), message.rest[:0])
-        for place, (q, p) in enumerate(zip(qs, message.factors, strict=True)):
-            project_rows(*self._matrix(place), q, p)
+        for matrix, q, p in zip(self.cut.matrices, qs, message.factors, strict=True):
+            owed = matrix.of(self.debt) if first and self.debt is not None else None
+            project_rows(matrix.of(self.given), owed, q, p, keep_sum=True)  # from here on M is there
         message = await self._averaged(message, [m.rows for m in self.cut.matrices])
         if first:
             self._rest = message.rest
@@ -171,15 +172,16 @@ class _Step:
         sizes = [m.columns for m in self.cut.matrices]
         message = self._message("factors Q", sizes, rest=False)
         for place, (p, q) in enumerate(zip(self.ps, message.factors, strict=True)):
-            given, debt = self._matrix(place)
-            settles = last and debt is not None
-            left = self.cut.matrices[place].of(self.left) if settles and self.left is not None else None
+            matrix, settles = self.cut.matrices[place], last and self.debt is not None
+            owed, left = (
+                matrix.of(debt) if settles and debt is not None else None for debt in (self.debt, self.left)
+            )
             if self.fine[place]:
-                project_columns(given, debt, p, q, settle=settles, left=left)
+                project_columns(matrix.of(self.given), owed, p, q, settle=settles, left=left, summed=True)
                 continue
             q.zero_()
-            if left is not None and debt is not None:  # what is owed stays as it was
-                left.copy_(debt)
+            if left is not None and owed is not None:  # what is owed stays as it was
+                left.copy_(owed)
         if last and self._mine is not None:
             self._mine = (self._mine[0], message.flat.clone())
         message = await self._averaged(message, sizes)
@@ -230,10 +232,6 @@ class _Step:
             return out.to(self.bucket.flat.dtype)
 
         return mine
-
-    def _matrix(self, place: int) -> tuple[Tensor, Tensor | None]:
-        matrix = self.cut.matrices[place]
-        return matrix.of(self.given), None if self.debt is None else matrix.of(self.debt)
 
     def _message(self, use: str, sizes: list[int], *, rest: bool) -> Message:
         return message_for(self.bucket, use, self.cut, sizes, rest=rest)
