@@ -77,17 +77,17 @@ def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[DistributedDa
             f"got a {type(accelerator).__name__}, not an Accelerator; write "
             "attach_accelerate(accelerator, model, strategy)"
         )
-    places = [place for place, known in enumerate(accelerator._models) if known is model]
-    if not places:
-        raise WrongState(
-            f"this {type(model).__name__} was not prepared; call model = accelerator.prepare(model) first, "
-            "and pass what it returned"
-        )
     ddp = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
-    if not isinstance(ddp, DistributedDataParallel):
+    if not isinstance(ddp, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False):
         raise WrongType(
             f"gradlane works on DDP models, and with distributed_type={accelerator.distributed_type.value} "
             f"prepare made a {type(ddp).__name__}; start two or more processes with torchrun or accelerate "
             "launch, without FSDP and DeepSpeed"
         )
-    return ddp, places[0]
+    for place, known in enumerate(accelerator._models):  # which has what is inside of DDP
+        if isinstance(ddp, DistributedDataParallel) and known is ddp.module:
+            return ddp, place
+    raise WrongState(
+        f"this {type(model).__name__} is not what prepare returned; call model = accelerator.prepare(model) "
+        "first, then attach_accelerate(accelerator, model, strategy)"
+    )
