@@ -11,7 +11,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-PAGES = [
+PAGES = [  # the framework, which example of its page, and who starts the processes
     ("lightning", 0, ()),
     ("lightning", 1, ()),
     ("accelerate", 0, TORCHRUN),
@@ -19,7 +19,10 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "index", "launcher"), PAGES, ids=lambda value: str(value)[:12])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("framework", "index", "launcher"), PAGES, ids=("lightning", "fabric", "accelerate", "transformers")
+)
 def test_the_example_runs_as_it_stands(framework, index, launcher, tmp_path):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f'needs pip install -e ".[{framework}]"')
@@ -44,4 +47,4 @@ def test_the_example_runs_as_it_stands(framework, index, launcher, tmp_path):
 def test_every_example_of_the_pages_is_run():
     for page in DOCS.glob("*.md"):
         blocks = page.read_text().count("```py\n")
-        assert blocks == sum(framework == page.stem for framework, *_ in PAGES), page.name
+        assert blocks == sum(page.stem == framework for framework, *_ in PAGES), page.name
