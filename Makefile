@@ -14,7 +14,8 @@ check: setup
 	.venv/bin/lint-imports
 test:
 	./test.sh
-test-all: setup
+test-all:
+	./setup.sh frameworks
 	$(PYTHON) -m pytest -m "slow or not slow"
 sanitize:
 	tests/sanitize/run.sh

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv where it is missing and installs what is needed. Quick when nothing has changed.
+# `./setup.sh frameworks` also installs Lightning, Accelerate and transformers, for tests/integration.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-stamp=.venv/.installed
+extras=test${1:+,$1}
+stamp=.venv/.installed-$extras
 wanted=$(cat pyproject.toml constraints.txt setup.sh setup.py src/gradlane/kernels/csrc/* | cksum; pwd)
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
@@ -16,5 +18,5 @@ fi
 pip=(.venv/bin/python -m pip)
 "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
 echo "installing gradlane and its tools into .venv (the first time takes a minute or two) ..."
-"${pip[@]}" install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+"${pip[@]}" install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
 printf '%s\n' "$wanted" > "$stamp"

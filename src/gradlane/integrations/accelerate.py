@@ -1,0 +1,93 @@
+"""Accelerate: ``attach_accelerate`` after ``prepare``, and ``log_metrics`` for its trackers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ..attachment import Attachment
+from ..core.strategy import Strategy
+from ..ddp import attach
+from ..errors import WrongState, WrongType
+from ..lane.base import DEFAULT_TIMEOUT
+from ..report.sink import Observer
+from . import rank_files
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, list[RemovableHandle]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def attach_accelerate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    strategy: Strategy | str,
+    *,
+    observer: Observer | Iterable[Observer] | None = None,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ranks_per_node: int | None = None,
+) -> Attachment:
+    """``gradlane.attach`` for a model that ``accelerator.prepare`` has returned; the options are the same.
+
+    From now on ``accelerator.save_state`` also writes the memory of each rank, into the folder ``gradlane``
+    of the checkpoint, and ``load_state`` reads it. To load a checkpoint that has none, call ``load_state``
+    before this.
+    """
+    ddp, place = _prepared(accelerator, model)
+    attachment = attach(ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+    name = f"gradlane_{place}" if place else "gradlane"
+
+    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        rank_files.save(attachment, Path(folder) / name)
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        without = "call accelerator.load_state before attach_accelerate"
+        rank_files.load(attachment, Path(folder) / name, without=without)
+
+    for handle in _hooks.pop(ddp, []):
+        handle.remove()  # of an attachment that was closed
+    _hooks[ddp] = [
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(load),
+    ]
+    return attachment
+
+
+def log_metrics(accelerator: Accelerator, attachment: Attachment, *, every: int = 1) -> None:
+    """The metrics to the accelerator's trackers, in every step that ``every`` divides.
+
+    Call it at the end of each step; between the micro-batches of one step it does nothing.
+    """
+    if accelerator.sync_gradients and attachment.step % every == 0:
+        accelerator.log(attachment.metrics(), step=attachment.step)
+
+
+def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[DistributedDataParallel, int]:
+    """The DDP model, and its place among the models of the accelerator, which numbers its files by it."""
+    if not isinstance(accelerator, Accelerator):
+        raise WrongType(
+            f"got a {type(accelerator).__name__}, not an Accelerator; write "
+            "attach_accelerate(accelerator, model, strategy)"
+        )
+    ddp = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
+    if not isinstance(ddp, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False):
+        raise WrongType(
+            f"gradlane works on DDP models, and with distributed_type={accelerator.distributed_type.value} "
+            f"prepare made a {type(ddp).__name__}; start two or more processes with torchrun or accelerate "
+            "launch, without FSDP and DeepSpeed"
+        )
+    for place, known in enumerate(accelerator._models):  # which has what is inside of DDP
+        if isinstance(ddp, DistributedDataParallel) and known is ddp.module:
+            return ddp, place
+    raise WrongState(
+        f"this {type(model).__name__} is not what prepare returned; call model = accelerator.prepare(model) "
+        "first, then attach_accelerate(accelerator, model, strategy)"
+    )

@@ -1,0 +1,177 @@
+"""Lightning: a callback for its Trainer, and ``attach_fabric`` for Fabric."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _FabricModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from ..attachment import Attachment, as_strategy
+from ..core.strategy import Strategy
+from ..ddp import attach
+from ..errors import InvalidValue, WrongState, WrongType
+from ..lane.base import DEFAULT_TIMEOUT
+from ..report.sink import Observer
+from . import rank_files
+from .lightning_checkpoints import folder_beside, is_local, write_folders_beside
+
+START_ANEW = "GradientComm(..., resume=False)"
+
+
+class GradientComm(Callback):
+    """Let a strategy carry the gradients of ``Trainer(strategy="ddp", callbacks=[GradientComm(...)])``.
+
+    It attaches when training starts and closes when it ends, however it ends. The metrics go to the
+    trainer's loggers. Beside every ``x.ckpt`` lies a folder ``x.ckpt.gradlane`` with the memory of each
+    rank; ``fit(ckpt_path=...)`` reads it, ``ModelCheckpoint`` deletes it with its checkpoint. A second
+    ``fit`` of the same module goes on with the memory, as it goes on with the module's weights.
+
+    Args:
+        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
+        observer, timeout, ranks_per_node: as for ``gradlane.attach``.
+        log_every: steps between two lots of metrics; the trainer's ``log_every_n_steps`` by default.
+        resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy | str,
+        *,
+        observer: Observer | Iterable[Observer] | None = None,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        ranks_per_node: int | None = None,
+        log_every: int | None = None,
+        resume: bool = True,
+    ) -> None:
+        if log_every is not None and log_every < 1:
+            raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
+        self.strategy = as_strategy(strategy)
+        self.attachment: Attachment | None = None
+        self._attach = partial(attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+        self._log_every = log_every
+        self._resume = resume
+        self._fresh = self.strategy.state_dict()
+        self._module: weakref.ref[LightningModule] | None = None  # what was trained last
+        self._logged = 0  # the step whose metrics were logged last
+        self._saved_at: int | None = None  # the step that the checkpoint to resume from is in
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            raise WrongType(_needs_ddp("Trainer", type(strategy).__name__))
+        if getattr(strategy, "_ddp_comm_hook", None) is not None:
+            raise WrongState(
+                "DDPStrategy has a ddp_comm_hook, and DDP takes one hook; leave it out, and give "
+                "GradientComm the strategy that does its work"
+            )
+        write_folders_beside(strategy, self)
+        self._saved_at = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ddp = trainer.strategy.model
+        if not isinstance(ddp, DistributedDataParallel):
+            raise WrongType(_needs_ddp("Trainer", type(trainer.strategy).__name__))
+        _warn_of_remote_checkpoints(trainer)
+        before = self.attachment
+        goes_on = before is not None and self._module is not None and self._module() is pl_module
+        if before is not None and goes_on:
+            self.strategy = before.strategy  # it may have been swapped
+        else:
+            self.strategy.load_state_dict(self._fresh)
+        self.attachment = attachment = self._attach(ddp, self.strategy)
+        self._module = weakref.ref(pl_module)
+        if trainer.ckpt_path and self._resume:
+            self._load(attachment, Path(trainer.ckpt_path))
+        elif before is not None and goes_on:
+            attachment.load_state_dict(before.state_dict())
+        self._logged = attachment.step
+
+    def _load(self, attachment: Attachment, checkpoint: Path) -> None:
+        folder = folder_beside(checkpoint.resolve())  # a link has its folder where the checkpoint is
+        rank_files.load(attachment, folder, without=START_ANEW)
+        if self._saved_at is not None and attachment.step != self._saved_at:
+            raise InvalidValue(
+                f"{folder} is of step {attachment.step}, the checkpoint of step {self._saved_at}: a run was "
+                f"cut off between the two; take another, or begin with an empty memory: {START_ANEW}"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.attachment is not None
+        step = self.attachment.step
+        if step == self._logged or step % (self._log_every or trainer.log_every_n_steps or 1):
+            return
+        self._logged = step
+        metrics = self.attachment.metrics()
+        for logger in trainer.loggers:
+            # the step that self.log() gives to what the module logs in this batch
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()  # Lightning calls no teardown of callbacks then
+
+    def _close(self) -> None:
+        if self.attachment is not None:
+            self.attachment.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Goes into the checkpoint file, on rank 0: the step only, to compare with the folder."""
+        return {} if self.attachment is None else {"step": self.attachment.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_at = state_dict["step"]
+
+
+def _warn_of_remote_checkpoints(trainer: Trainer) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        path = getattr(callback, "dirpath", None)
+        if path and not is_local(path):
+            warnings.warn(
+                f"checkpoints go to {path}, and the memory of each rank to file systems only: it will not be "
+                f"saved; to resume, use {START_ANEW}",
+                stacklevel=2,
+            )
+
+
+def attach_fabric(
+    fabric: Fabric,
+    module: object,
+    strategy: Strategy | str,
+    *,
+    observer: Observer | Iterable[Observer] | None = None,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ranks_per_node: int | None = None,
+) -> Attachment:
+    """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same."""
+    if not isinstance(module, _FabricModule):
+        raise WrongType(
+            f"got a {type(module).__name__} that Fabric has not set up; call module = fabric.setup(module) "
+            "first, and pass what it returned"
+        )
+    inner = module._forward_module
+    ddp = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
+    if not isinstance(ddp, DistributedDataParallel):
+        raise WrongType(_needs_ddp("Fabric", type(fabric.strategy).__name__))
+    return attach(ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+
+
+def _needs_ddp(who: str, strategy: str) -> str:
+    return (
+        f'gradlane works on DDP models, the strategy of this {who} is {strategy}; use {who}(strategy="ddp")'
+    )

@@ -1,0 +1,153 @@
+"""The Trainer of transformers: ``attach_trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.training_args import ParallelMode
+
+from ..attachment import Attachment, as_strategy
+from ..core.strategy import Strategy
+from ..ddp import attach
+from ..errors import WrongState, WrongType
+from ..lane.base import DEFAULT_TIMEOUT
+from ..report.sink import Observer
+from . import rank_files
+
+FOLDER = "gradlane"  # in each checkpoint
+SHOWN = ("comm/bytes_wire", "comm/ratio", "comm/seconds", "comm/exposed_seconds", "comm/residual_norm")
+
+
+def attach_trainer(
+    trainer: Trainer,
+    strategy: Strategy | str,
+    *,
+    observer: Observer | Iterable[Observer] | None = None,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ranks_per_node: int | None = None,
+    metrics: Sequence[str] | None = SHOWN,
+    resume: bool = True,
+) -> GradientComm:
+    """Let a strategy carry the gradients of ``trainer.train()``. Call it before that, on every rank.
+
+    It attaches when training begins and closes when it ends, however it ends. The metrics are in what the
+    Trainer logs, and the memory of each rank is in the folder ``gradlane`` of each checkpoint, from where
+    ``train(resume_from_checkpoint=...)`` takes it.
+
+    Args:
+        trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
+        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
+        observer, timeout, ranks_per_node: as for ``gradlane.attach``.
+        metrics: which of the metrics to log (the Trainer prints what it logs); None for all.
+        resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
+    """
+    if not isinstance(trainer, Trainer):
+        raise WrongType(
+            f"got a {type(trainer).__name__}, not a Trainer; make it first, then call "
+            "attach_trainer(trainer, strategy)"
+        )
+    if trainer.is_in_train:
+        raise WrongState("the Trainer is training already; call attach_trainer before trainer.train()")
+    if any(isinstance(callback, GradientComm) for callback in trainer.callback_handler.callbacks):
+        raise WrongState("this Trainer has a strategy already; make a new Trainer for another")
+    if trainer.args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise WrongType(
+            f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
+            "or more processes: torchrun --nproc-per-node 2 train.py"
+        )
+    attach_it = partial(attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+    callback = GradientComm(trainer, as_strategy(strategy), attach_it, metrics, resume)
+    # First of all: those that report what is logged must find the metrics there.
+    trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.train = callback.around(trainer.train)
+    return callback
+
+
+class GradientComm(TrainerCallback):
+    """Made by ``attach_trainer``; ``attachment`` is there from the beginning of training on."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        strategy: Strategy,
+        attach_it: Callable[..., Attachment],
+        metrics: Sequence[str] | None,
+        resume: bool,
+    ) -> None:
+        self.attachment: Attachment | None = None
+        self._trainer = trainer
+        self._strategy = strategy
+        self._fresh = strategy.state_dict()
+        self._attach = attach_it
+        self._metrics = metrics
+        self._resume = resume
+        self._checkpoint: Path | None = None  # to resume from
+
+    def around(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """``train``, whose argument says where to resume, and whose end no callback is told if it fails."""
+
+        @wraps(train)
+        def watched(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            found = resume_from_checkpoint
+            if found is True:
+                found = get_last_checkpoint(self._trainer.args.output_dir)
+            self._checkpoint = Path(found) if found else None
+            try:
+                return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self._close()
+
+        return watched
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._close()  # a batch size that was too large begins again
+        wrapped = self._trainer.model_wrapped
+        ddp = getattr(wrapped, "_orig_mod", wrapped)  # a compiled module holds the one with the gradients
+        if not isinstance(ddp, DistributedDataParallel):
+            raise WrongType(
+                f"gradlane works on DDP models, and the Trainer made a {type(ddp).__name__}; use it without "
+                "FSDP, DeepSpeed and tensor parallelism"
+            )
+        self._strategy.load_state_dict(self._fresh)  # a second train() counts from 0 too
+        self.attachment = self._attach(ddp, self._strategy)
+        if self._checkpoint is not None and self._resume:
+            without = "attach_trainer(..., resume=False)"
+            rank_files.load(self.attachment, self._checkpoint / FOLDER, without=without)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.attachment is None or logs is None or "loss" not in logs:
+            return  # of an evaluation, or of the end
+        metrics = self.attachment.metrics()
+        if self._metrics is not None:
+            metrics = {name: metrics[name] for name in self._metrics if name in metrics}
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)  # a copy of the logs, made before this was called
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Of a model alone, and of a trial among many, nothing goes on.
+        if self.attachment is None or args.save_only_model or state.is_hyper_param_search:
+            return
+        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        rank_files.save(self.attachment, checkpoint / FOLDER)
+
+    def _close(self) -> None:
+        if self.attachment is not None:
+            self.attachment.close()

@@ -1,0 +1,109 @@
+"""Two ranks that a framework takes for those of torchrun, and the training it is compared with."""
+
+import os
+import warnings
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import gradlane as gl
+from gradlane.local import run_ranks
+
+MEMORY = "ErrorFeedback(Gathered(TopK(0.2)))"  # every rank has a memory of its own
+WORLD = 2
+BATCH = 4
+STEPS = 8  # of an epoch, on each rank
+RATE = 0.05
+
+
+def ranks(function, *args, deadline=90.0):
+    """``function(rank, *args)`` on two ranks; the process group is there, and a framework uses it."""
+    return run_ranks(function, WORLD, *args, deadline=deadline, prepare=_as_under_torchrun)
+
+
+def _as_under_torchrun(rank):
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD, "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "tests"}  # fmt: skip
+    os.environ.update({name: str(value) for name, value in told.items()})
+    warnings.simplefilter("ignore")  # frameworks warn of many things that are no concern of ours
+
+
+class Model(nn.Module):
+    """Parameters have the names that they have in a module of Lightning's: ties are broken by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def forward(self, inputs):
+        return self.network(inputs)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def samples():
+    inputs = torch.randn(WORLD * BATCH * STEPS, 12, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs[:, :3].sum(1, keepdim=True))
+
+
+def all_batches():
+    """For frameworks that give every rank its share: each takes every other batch."""
+    return DataLoader(samples(), batch_size=BATCH)
+
+
+def batches_of(rank):
+    """The share of a rank."""
+    mine = [BATCH * batch + item for batch in range(rank, WORLD * STEPS, WORLD) for item in range(BATCH)]
+    return DataLoader(Subset(samples(), mine), batch_size=BATCH)
+
+
+def loss_of(model, batch):
+    inputs, wanted = batch
+    return (model(inputs) - wanted).square().mean()
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+
+
+def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None):
+    """The losses, the weights and the bytes of plain torch DDP with ``gradlane.attach``."""
+    model = DistributedDataParallel(Model())
+    attachment = gl.attach(model, strategy)
+    optimizer = optimizer_of(model)
+    losses = []
+    for _ in range(epochs):
+        for index, batch in enumerate(batches_of(rank)):
+            model.require_backward_grad_sync = (index + 1) % accumulate == 0
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                loss = loss_of(model, batch)
+            losses.append(loss.item())
+            (loss / accumulate).backward()
+            if model.require_backward_grad_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+    attachment.close()
+    return losses, weights_of(model.module), attachment.metrics()["comm/bytes_wire"]
+
+
+@cache
+def reference(**options):
+    """Of both ranks; the same for all that are compared with it."""
+    return ranks(lambda rank: plain(rank, MEMORY, **options))
+
+
+def weights_of(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def equal(some, others):
+    """Losses, weights and bytes of every rank, bit for bit."""
+    return len(some) == len(others) and all(
+        a[0] == b[0] and torch.equal(a[1], b[1]) and a[2] == b[2] for a, b in zip(some, others, strict=True)
+    )

@@ -1,0 +1,256 @@
+"""The callback in Lightning's own Trainer, and Fabric, on two processes."""
+
+import os
+import time
+
+import pytest
+import torch
+
+lightning = pytest.importorskip("lightning", reason='needs pip install -e ".[lightning]"')
+
+import lightning.pytorch as pl  # noqa: E402
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+import gradlane as gl  # noqa: E402
+from gradlane.errors import InvalidValue, PeerFailed, WrongState, WrongType  # noqa: E402
+from gradlane.integrations.lightning import GradientComm, attach_fabric  # noqa: E402
+
+from .launched import (  # noqa: E402
+    MEMORY,
+    STEPS,
+    Model,
+    batches_of,
+    equal,
+    loss_of,
+    network,
+    optimizer_of,
+    ranks,
+    reference,
+    weights_of,
+)
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+        self.losses = []
+
+    def training_step(self, batch, index):
+        loss = loss_of(self.network, batch)
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        loss_of(self.network, batch)
+
+    def configure_optimizers(self):
+        return optimizer_of(self)
+
+
+def trainer(*callbacks, strategy="ddp", devices=2, epochs=1, logger=False, **options):
+    return pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, callbacks=list(callbacks),
+        logger=logger, use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks), **options,
+    )  # fmt: skip
+
+
+def results(module, comm):
+    return module.losses, weights_of(module.network), comm.attachment.metrics()["comm/bytes_wire"]
+
+
+def fitted(rank, options, ddp_options):
+    module, comm = Module(), GradientComm(MEMORY)
+    ddp = DDPStrategy(process_group_backend="gloo", **ddp_options)
+    trainer(comm, strategy=ddp, **options).fit(module, batches_of(rank), batches_of(rank))
+    with pytest.raises(WrongState, match="closed"):
+        comm.attachment.swap("Mean()")
+    return results(module, comm)
+
+
+@pytest.mark.parametrize(
+    ("options", "ddp_options", "plainly"),
+    [
+        ({"val_check_interval": 3}, {}, {}),
+        ({}, {"gradient_as_bucket_view": True, "static_graph": True}, {}),
+        ({"accumulate_grad_batches": 2}, {"gradient_as_bucket_view": True}, {"accumulate": 2}),
+        ({"precision": "bf16-mixed"}, {}, {"autocast": torch.bfloat16}),
+    ],
+    ids=["validation in between", "bucket views, static graph", "accumulation", "bf16-mixed"],
+)
+def test_it_is_plain_ddp_with_the_same_strategy(options, ddp_options, plainly):
+    found = ranks(fitted, options, ddp_options)
+    assert found[0][2] > 0
+    assert equal(found, reference(**plainly))
+
+
+def interrupted(rank, folder, checkpoint):
+    """Two epochs, the second in a new trainer; everything but the checkpoint is forgotten in between."""
+    losses = []
+    for epochs, path in ((1, None), (2, str(folder / checkpoint))):
+        module, comm = Module(), GradientComm(MEMORY)
+        run = trainer(comm, ModelCheckpoint(folder, "{epoch}", save_top_k=1, save_last="link"), epochs=epochs)
+        run.fit(module, batches_of(rank), ckpt_path=path)
+        run.save_checkpoint(folder / f"after-{epochs}.ckpt")
+        losses += module.losses
+    return losses, weights_of(module.network)
+
+
+@pytest.mark.parametrize("checkpoint", ["after-1.ckpt", "last.ckpt"], ids=["saved after fit", "a link"])
+def test_a_resumed_run_is_the_run_that_never_stopped(checkpoint, tmp_path):
+    resumed = ranks(interrupted, tmp_path, checkpoint)
+    for (losses, weights), (wanted, wanted_weights, _) in zip(resumed, reference(epochs=2), strict=True):
+        assert losses == wanted
+        assert torch.equal(weights, wanted_weights)
+    kept = sorted(path.name for path in tmp_path.glob("*.ckpt") if not path.is_symlink())
+    assert kept == ["after-1.ckpt", "after-2.ckpt", "epoch=1.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("*.gradlane")) == [f"{name}.gradlane" for name in kept]
+
+
+def fitted_twice(rank):
+    module, comm = Module(), GradientComm("After(10, ErrorFeedback(Gathered(TopK(0.2))))")
+    module.configure_optimizers = lambda: torch.optim.SGD(
+        module.parameters(), lr=0.05
+    )  # Lightning makes it anew
+    run = trainer(comm)
+    run.fit(module, batches_of(rank))
+    run.validate(module, batches_of(rank), verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, batches_of(rank))
+    other = Module()
+    trainer(comm).fit(other, batches_of(rank))
+    return module.losses, weights_of(module), comm.attachment.step, other.losses
+
+
+def fitted_once(rank):
+    module, comm = Module(), GradientComm("After(10, ErrorFeedback(Gathered(TopK(0.2))))")
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.05)
+    trainer(comm, epochs=2).fit(module, batches_of(rank))
+    return module.losses, weights_of(module)
+
+
+def test_a_second_fit_goes_on_and_another_module_begins_anew():
+    for twice, once in zip(ranks(fitted_twice), ranks(fitted_once), strict=True):
+        losses, weights, step, of_another = twice
+        assert losses == once[0]
+        assert torch.equal(weights, once[1])
+        assert step == STEPS
+        assert of_another[0] == losses[0]
+
+
+def logged(rank, folder):
+    loggers = [CSVLogger(folder, "csv", version=0), TensorBoardLogger(folder, "tensorboard", version=0)]
+    run = trainer(GradientComm("Cast(Mean(), bfloat16)", log_every=4), logger=loggers, log_every_n_steps=1)
+    run.fit(Module(), batches_of(rank))
+
+
+def test_metrics_arrive_in_the_loggers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ranks(logged, tmp_path)
+    header, *rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    lines = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    lines = [line for line in lines if line["comm/ratio"]]
+    assert [(line["step"], float(line["comm/ratio"])) for line in lines] == [("3", 2.0), ("7", 2.0)]
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "version_0"))
+    events.Reload()
+    sent = events.Scalars("comm/bytes_wire")
+    assert [event.step for event in sent] == [3, 7]
+    assert sent[1].value == 2 * sent[0].value == 8 * events.Scalars("comm/step/bytes_wire")[0].value
+
+
+class Unlucky(Module):
+    def training_step(self, batch, index):
+        if index == 3 and int(os.environ["RANK"]) == 1:
+            raise OSError("no more data here")
+        return super().training_step(batch, index)
+
+
+def unlucky(rank):
+    module, comm = Unlucky(), GradientComm(MEMORY, timeout=60)
+    began = time.monotonic()
+    with pytest.raises((OSError, PeerFailed)) as caught:
+        trainer(comm).fit(module, batches_of(rank))
+    with pytest.raises(WrongState, match="closed"):
+        comm.attachment.swap("Mean()")
+    return type(caught.value).__name__, time.monotonic() - began
+
+
+def test_an_exception_on_one_rank_ends_all_of_them():
+    (first, seconds), (second, _) = ranks(unlucky)
+    assert (first, second) == ("PeerLost", "OSError")
+    assert seconds < 30
+
+
+def refused(rank, folder):
+    def message(error, *callbacks, path=None, **options):
+        with pytest.raises(error) as caught:
+            trainer(*callbacks, **options).fit(Module(), batches_of(rank), ckpt_path=path)
+        return str(caught.value)
+
+    found = [message(WrongState, GradientComm("Mean()"), strategy=DDPStrategy(ddp_comm_hook=len))]
+    found += [message(RuntimeError, GradientComm("Mean()"), GradientComm("Noop()"))]
+    run = trainer(GradientComm(MEMORY))
+    run.fit(Module(), batches_of(rank))
+    run.save_checkpoint(folder / "a.ckpt")
+    path = str(folder / "a.ckpt")
+    found += [message(InvalidValue, GradientComm("Mean()"), epochs=2, path=path)]
+    (folder / f"a.ckpt.gradlane/rank{rank}.pt").unlink()
+    found += [message(InvalidValue, GradientComm(MEMORY), epochs=2, path=path)]
+    trainer(GradientComm("Mean()", resume=False), epochs=2).fit(Module(), batches_of(rank), ckpt_path=path)
+    return found
+
+
+def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
+    hook, second, other_strategy, no_folder = ranks(refused, tmp_path)[0]
+    assert "ddp_comm_hook" in hook
+    assert "leave it out" in hook
+    assert "GradientComm" in second  # Lightning's own words
+    assert "saved by ErrorFeedback(Gathered(TopK(ratio=0.2))), this attachment runs Mean()" in other_strategy
+    assert "a.ckpt.gradlane/rank0.pt" in no_folder
+    assert "GradientComm(..., resume=False)" in no_folder
+
+
+def test_a_trainer_without_ddp_is_refused():
+    run = trainer(GradientComm("Mean()"), strategy="auto", devices=1)
+    with pytest.raises(WrongType, match=r'SingleDeviceStrategy; use Trainer\(strategy="ddp"\)'):
+        run.fit(Module(), batches_of(0), batches_of(0))
+
+
+def with_fabric(rank):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model = Model()
+    with pytest.raises(WrongType, match=r"fabric\.setup"):
+        attach_fabric(fabric, model, MEMORY)
+    model, optimizer = fabric.setup(model, optimizer_of(model))
+    attachment = attach_fabric(fabric, model, MEMORY)
+    with pytest.raises(WrongState, match="swap"):
+        attach_fabric(fabric, model, MEMORY)
+    losses = []
+    for index, batch in enumerate(batches_of(rank)):
+        whole = index % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not whole):
+            loss = loss_of(model, batch)
+            losses.append(loss.item())
+            fabric.backward(loss / 2)
+        if whole:
+            optimizer.step()
+            optimizer.zero_grad()
+    attachment.close()
+    return losses, weights_of(model), attachment.metrics()["comm/bytes_wire"]
+
+
+def test_fabric_is_plain_ddp_with_the_same_strategy():
+    assert equal(ranks(with_fabric), reference(accumulate=2))
+
+
+def test_fabric_without_ddp_is_refused():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(WrongType, match=r'SingleDeviceStrategy; use Fabric\(strategy="ddp"\)'):
+        attach_fabric(fabric, fabric.setup(network()), gl.Mean())
