@@ -6,26 +6,20 @@ Nothing is fetched at the build, and the pages fetch nothing: they can be read f
 from gradlane import __version__
 
 project = "gradlane"
-author = "the gradlane contributors"
-copyright = author
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-nitpick_ignore: list[tuple[str, str]] = []
+exclude_patterns = ["_static"]
 
-# Links such as page.md#a-heading work as they do in a browser of the repository.
+# Links such as page.md#a-heading work as they do where the repository is browsed.
 myst_heading_anchors = 3
-myst_links_external_new_tab = False
 
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_class_signature = "mixed"
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 88
-python_display_short_literal_types = True
+python_maximum_signature_line_length = 80
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
@@ -36,4 +30,3 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
-html_theme_options = {"navigation_with_keys": True}
