@@ -15,6 +15,7 @@ exclude_patterns = ["_static"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False  # what all strategies do is told once, at Strategy
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -30,3 +31,15 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
+
+# docs/reliability.md links to pages that come with other parts of the library.
+suppress_warnings = ["myst.xref_missing"]
+
+
+def readable(app, what, name, obj, options, signature, returns):
+    """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed."""
+    return (signature and signature.replace("<factory>", "..."), returns)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", readable)

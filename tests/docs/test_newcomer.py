@@ -1,7 +1,7 @@
 """docs/getting-started.md as somebody follows it who knows nothing else: an empty folder, copy, run, compare.
 
-A file is the Python block after a line that names it in backquotes; commands are the lines of shell blocks; a text
-block is what the commands before it print. Where the page shows ``...`` anything may stand.
+A file is the Python block after a line that names it in backquotes; commands are the lines of shell blocks; a
+text block is what the commands before it print. Where the page shows ``...`` anything may stand.
 """
 
 import os
