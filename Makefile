@@ -5,11 +5,11 @@ PYTHON := .venv/bin/python
 setup:
 	./setup.sh
 fmt: setup
-	$(PYTHON) -m ruff format src tests examples benchmarks
-	$(PYTHON) -m ruff check --fix src tests examples benchmarks
+	$(PYTHON) -m ruff format src tests examples benchmarks docs/conf.py
+	$(PYTHON) -m ruff check --fix src tests examples benchmarks docs/conf.py
 check: setup
-	$(PYTHON) -m ruff format --check src tests examples benchmarks
-	$(PYTHON) -m ruff check src tests examples benchmarks
+	$(PYTHON) -m ruff format --check src tests examples benchmarks docs/conf.py
+	$(PYTHON) -m ruff check src tests examples benchmarks docs/conf.py
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
 test:
@@ -25,3 +25,5 @@ bench: setup
 	$(PYTHON) benchmarks/rules.py
 docs: setup
 	$(PYTHON) -m pytest README.md src/gradlane/core/README.md docs tests/docs
+	$(PYTHON) -m sphinx -W -q -d build/doctrees docs site
+	@echo "open site/index.html"

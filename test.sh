@@ -4,8 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 ./setup.sh
 if [ $# -eq 0 ]; then
-  .venv/bin/ruff format --check --quiet src tests examples benchmarks
-  .venv/bin/ruff check --quiet src tests examples benchmarks
+  .venv/bin/ruff format --check --quiet src tests examples benchmarks docs/conf.py
+  .venv/bin/ruff check --quiet src tests examples benchmarks docs/conf.py
   .venv/bin/mypy
   .venv/bin/lint-imports
 fi

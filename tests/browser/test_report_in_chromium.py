@@ -7,19 +7,8 @@ import pytest
 from gradlane.page.write import write_page
 
 from .. import report_samples as samples
-from . import chromium
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = chromium.find()
-    if program is None:
-        pytest.skip("no Chromium on this machine: install the system package chromium")
-    opened = chromium.Chromium(program, tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

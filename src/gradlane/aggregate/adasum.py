@@ -13,7 +13,7 @@ from .rule import GramRule
 
 @dataclass(frozen=True)
 class AdaSum(GramRule):
-    """(1 - <a, b> / 2 |a|^2) a + (1 - <a, b> / 2 |b|^2) b, pair by pair up a binary tree over the ranks.
+    """``(1 - <a, b> / 2 |a|^2) a + (1 - <a, b> / 2 |b|^2) b``, pair by pair up a binary tree over the ranks.
 
     Maleki et al., 2021, "Scaling distributed training with adaptive summation". Orthogonal gradients are
     added, equal ones averaged. Not robust: a wrong rank is heard in full. The tree goes by rank, so their

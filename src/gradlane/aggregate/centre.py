@@ -20,7 +20,7 @@ SETTLED = 1e-12  # the weights change less than that
 @dataclass(frozen=True)
 class GeometricMedian(GramRule):
     """The point with the smallest sum of distances to all gradients, by the smoothed Weiszfeld algorithm:
-    weights w_i = 1 / max(|g_i - z|, smoothing), in equal shares of 1, and z their mean, again and again.
+    weights ``w_i = 1 / max(|g_i - z|, smoothing)``, in equal shares of 1, and z their mean, again and again.
 
     Pillutla et al., 2022, "Robust aggregation for federated learning" (RFA). Breakdown point 1/2.
     ``smoothing`` is in parts of the radius of the closest majority. It starts at the mean of the majority
@@ -55,8 +55,8 @@ class GeometricMedian(GramRule):
 
 @dataclass(frozen=True)
 class CenteredClipping(GramRule):
-    """v + mean_i (g_i - v) min(1, tau / |g_i - v|), ``iterations`` times: in each nobody moves the centre by
-    more than tau / n.
+    """``v + mean_i (g_i - v) min(1, tau / |g_i - v|)``, ``iterations`` times: in each nobody moves the centre
+    by more than tau / n.
 
     Karimireddy et al., 2021, "Learning from history for Byzantine robust optimization". ``tau`` is a
     length, in the gradient's own units; without it, the median distance from the centre in each iteration.

@@ -22,8 +22,8 @@ class Sign(BlockCodec):
     of zero is +1. It needs error feedback. A block whose magnitudes add up to more than fp32 holds, or
     whose mean is more than bfloat16 holds, comes out as NaN.
 
-    Of a block x of n elements 1 - |x|_1^2 / (n |x|_2^2) is lost: a third if it is Gaussian, nearly all if a
-    few elements stand out, and what is owed then waits long. ``rotate=True`` makes every block like a
+    Of a block x of n elements ``1 - |x|_1^2 / (n |x|_2^2)`` is lost: a third if it is Gaussian, nearly all
+    if a few elements stand out, and what is owed then waits long. ``rotate=True`` makes every block like a
     Gaussian one before, by random signs and a Hadamard transform (Vargaftik et al., 2021, "DRIVE"); decode
     needs the seed of encode then.
     """

@@ -1,0 +1,45 @@
+"""The documentation site: pages in Markdown, the reference from docstrings. `make docs` builds it into site/.
+
+Nothing is fetched at the build, and the pages fetch nothing: they can be read from a folder, search included.
+"""
+
+from gradlane import __version__
+
+project = "gradlane"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_static"]
+
+# Links such as page.md#a-heading work as they do where the repository is browsed.
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False  # what all strategies do is told once, at Strategy
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"gradlane {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+
+# docs/reliability.md links to pages that come with other parts of the library.
+suppress_warnings = ["myst.xref_missing"]
+
+
+def readable(app, what, name, obj, options, signature, returns):
+    """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed."""
+    return (signature and signature.replace("<factory>", "..."), returns)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", readable)
