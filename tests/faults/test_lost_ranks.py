@@ -15,7 +15,7 @@ from gradlane.local import tell
 
 from ..catalogue import STRATEGIES
 from ..training import build, data
-from .faulty import MOMENTS, Faulty, Point
+from .faulty import MOMENTS, Faulty, Point, fire
 from .harness import Warnings, connect, drawing, leave_the_lost, run
 
 WORLD = 4
@@ -142,6 +142,34 @@ def test_stopped(victim):
     chance = drawing(f"stop rank {victim}")
     drawn = Blow.drawn(chance)
     stop_one("int4 feedback", Blow(victim, drawn.step, None, drawn.delay))
+
+
+def attach_without_one(rank, path, victim):
+    connect(rank, path, WORLD)
+    story = _attach_without(rank, victim)
+    leave_the_lost()
+    return story
+
+
+def _attach_without(rank, victim):
+    ddp = DistributedDataParallel(build())
+    if rank == victim:
+        fire("stop", 0.0, "attach")
+    start = time.monotonic()
+    with pytest.raises(gl.PeerLost, match=f"attach: .*rank {victim}") as caught:
+        gl.attach(ddp, "Mean()", timeout=3)
+    return time.monotonic() - start, caught.value.rank
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_before_attach(victim):
+    """Also the rank that hosts the store, of whom torch's store would wait for an answer for ever."""
+    story = run(attach_without_one, WORLD, victim, deadline=30, victim=victim)
+    assert story.victim_state == "T"
+    assert set(story.results) == set(range(WORLD)) - {victim}, story.failures
+    for seconds, lost in story.results.values():
+        assert 2.5 < seconds < 5
+        assert lost == victim
 
 
 @pytest.mark.slow
