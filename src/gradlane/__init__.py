@@ -42,6 +42,7 @@ from .errors import (
     WrongState,
     WrongType,
 )
+from .reducer import Reducer, reduce_gradients
 from .report.jsonl import JsonLines
 from .report.sink import Run, Sink
 from .simulate.dryrun import Trace, dry_run
@@ -111,6 +112,7 @@ __all__ = [
     "RanksDisagree",
     "Raw",
     "Reduced",
+    "Reducer",
     "Route",
     "RowRule",
     "Rule",
@@ -144,6 +146,7 @@ __all__ = [
     "mean",
     "note",
     "parse",
+    "reduce_gradients",
     "shutdown",
     "step_sum",
     "strategy_from",

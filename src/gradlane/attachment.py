@@ -2,278 +2,78 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ._version import __version__
-from .checkpoint.load import load
-from .checkpoint.save import save
-from .checkpoint.subject import Subject, as_layout, parameters_of
-from .core.strategy import Strategy, parts, shared_state
-from .errors import InvalidValue, WrongState, WrongType
-from .lane.drift import DriftCheck
-from .lane.feed import Feed
-from .lane.guard import Guard, Policy
-from .lane.open import open_lane, refuse_differences
-from .lane.optimizers import Withheld
+from .at_work import AtWork
+from .core.strategy import Strategy
+from .lane.ddp_feed import DdpFeed
+from .lane.guard import Guard
+from .lane.open import Opened
 from .lane.rebuilt import rebuilt_buckets
-from .lane.scaled import Scaler, checked_scaler
-from .log import log
-from .report.ledger import Ledger
-from .report.sink import Observer, Run, observers_of
-from .strategies.route import Route
-from .strategies.text import describe, parse
-
-FORMAT = 2  # of Attachment.state_dict
-
-_open: weakref.WeakSet[Attachment] = weakref.WeakSet()
+from .settings import Settings
 
 
-class Attachment:
-    """A strategy at work on a model. Made by ``attach``; also a context manager that closes."""
+class Attachment(AtWork):
+    """A strategy at work on a DDP model. Made by ``attach``; also a context manager that closes.
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        strategy: Strategy,
-        observer: Observer | Iterable[Observer] | None,
-        timeout: float,
-        ranks_per_node: int | None,
-        nonfinite: Policy,
-        scaler: Scaler | None,
-        verify_every: int | None,
-    ) -> None:
-        self.strategy = strategy
-        self._ledger = Ledger(observers_of(observer))
+    After ``close`` the model stays as it is, but a backward of it raises until something is attached again.
+    """
+
+    kind = "attachment"
+    again = "attach again"
+    _feed: DdpFeed
+
+    def __init__(self, ddp: DistributedDataParallel, strategy: Strategy, settings: Settings) -> None:
+        self._ddp = weakref.ref(ddp)
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
-        self._parameters = parameters_of(ddp.module)
-        _warn_of_unmatched(strategy, tuple(self._names.values()))
-        group = ddp.process_group
-        run = Run(group.rank(), group.size(), describe(strategy))
-        with self._ledger.opening(run) as ready:  # a file that cannot be written is told to all ranks
-            opened = open_lane(
-                group,
-                ddp.device,
-                self._ledger,
-                {
-                    "version": __version__,
-                    "strategy": describe(strategy, shared_only=True),
-                    "nonfinite": nonfinite,
-                    "verify_every": verify_every,
-                    "observer": ready,
-                },
-                parameters=_parameter_lines(ddp),
-                timeout=timeout,
-                ranks_per_node=ranks_per_node,
-                wrapping=_wrapping(ddp),
-                doing="attach",
-            )
-        self._model = model = weakref.ref(ddp)  # the model must be free to go before its process group does
-        self._board = opened.board
-        self._swaps = 0
-        self._closed = False
         self.on_close: Callable[[], None] = _nothing
-        self._withheld = Withheld(ddp.module.parameters())
-        self._feed = Feed(
+        super().__init__(
+            ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
+            must_agree={"wrapping": _wrapping(ddp)},
+        )  # fmt: skip
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        return self._feed.reduce(bucket, self.strategy)
+
+    def close(self) -> None:
+        self.on_close()
+        self.on_close = _nothing
+        super().close()
+
+    def _fed(self, opened: Opened, guard: Guard) -> DdpFeed:
+        model = self._ddp
+        return DdpFeed(
             opened.lane,
             self._ledger,
             rank=opened.rank,
             sizes=opened.sizes,
             name_of=self._name_of,
             count_active=lambda: _counts_active(model()),
-            guard=Guard(nonfinite, opened.lane.check, self._withheld),
+            guard=guard,
         )
-        self._feed.scaler = scaler
-        if verify_every is not None:
-            self._feed.drift = DriftCheck(
-                verify_every, opened.lane, opened.rank, opened.sizes["world"],
-                weights=lambda: _alike(model()), state=lambda: shared_state(self.strategy),
-            )  # fmt: skip
-        _open.add(self)
-        log.info("attached %s to %d ranks", describe(strategy), opened.sizes["world"])
-
-    @property
-    def step(self) -> int:
-        """The step that the next backward will be; counts backwards with synchronisation only."""
-        return self._feed.step
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped; its gradients are not finite, and torch's optimizers get none.
-        For optimizers that are not torch's."""
-        return self._feed.guard.skipped
-
-    @property
-    def scaler(self) -> Scaler | None:
-        """What knows the scale of the loss; set it if the scaler is made after ``attach``."""
-        return self._feed.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: Scaler | None) -> None:
-        self._feed.scaler = checked_scaler(scaler)
-
-    def swap(self, strategy: Strategy | str) -> None:
-        """Go on with another strategy from the next step on.
-
-        Call it on every rank between the same two steps. The ranks compare step and strategy, and
-        all refuse if they differ; the old strategy then stays in force.
-        """
-        self._must_be_between_steps("swap")
-        strategy = as_strategy(strategy)
-        told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
-        _, all_told = self._board.agree(f"swap{self._swaps}", told, doing="swap")
-        self._swaps += 1
-        refuse_differences(all_told, tuple(told), "swap")
-        _warn_of_unmatched(strategy, tuple(self._names.values()))
-        self.strategy = strategy
-
-    def metrics(self) -> dict[str, float]:
-        """One flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since ``attach``, and
-        ``comm/step/bytes_wire``, ... of the last whole step."""
-        return self._ledger.metrics()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint: a folder with one file per rank. Call it on every rank, between the same steps.
-
-        A crash at any point leaves the old checkpoint of that folder or the new one. If a rank cannot write
-        all ranks raise ``NotSaved``. It holds the step and the memory of the strategy; model and optimizer
-        are yours to save. See docs/checkpoints.md.
-        """
-        self._must_be_between_steps("save")
-        self._feed.settle()
-        self._feed.expect(rebuilt_buckets(self._model()))
-        save(self._board, Path(path), self._subject())
-
-    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Go on where ``save`` was called, with any number of ranks. Call it on every rank.
-
-        Each rank checks all it reads before anything changes; if one refuses all do, naming it. Another
-        strategy or another model is refused, unless ``strict`` is False: then what fits by name and shape is
-        kept, and the log says what was left out.
-        """
-        self._must_be_open()
-        loaded = load(self._board, Path(path), self._subject(), strict)
-        self._feed.go_to(loaded.step, loaded.layout)
-
-    def _subject(self) -> Subject:
-        text = describe(self.strategy, shared_only=True)
-        return Subject(self.strategy, text, self.step, self._parameters, self._feed.layout())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
-        self._feed.settle()
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "strategy": describe(self.strategy, shared_only=True),
-            "layout": self._feed.layout(),
-            "state": self.strategy.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on the same rank of as many; refuses the state of another
-        strategy. ``load`` can do more."""
-        self._must_be_open()
-        if missing := {"format", "step", "strategy", "state"} - set(state):
-            raise InvalidValue(
-                f"the state lacks {', '.join(sorted(missing))}; pass what Attachment.state_dict() gave"
-            )
-        if state["format"] not in (1, FORMAT):
-            raise InvalidValue(f"the state has format {state['format']}, this version reads 1 and {FORMAT}")
-        mine = describe(self.strategy, shared_only=True)
-        if state["strategy"] != mine:
-            raise InvalidValue(
-                f"the state was saved by {state['strategy']}, this attachment runs {mine}; attach the "
-                "strategy that saved it, and swap() afterwards if you want another"
-            )
-        if not isinstance(state["step"], int) or state["step"] < 0:
-            raise InvalidValue(f"the state is in step {state['step']!r}; a step is a number from 0 on")
-        try:
-            layout = as_layout(state.get("layout", []))
-        except ValueError as error:
-            raise InvalidValue(f"{error}; pass what Attachment.state_dict() gave") from None
-        self.strategy.load_state_dict(state["state"])
-        self._feed.go_to(state["step"], layout)
-
-    def close(self) -> None:
-        """Finish what is under way, end the lane and let go of all connections. Twice is fine.
-
-        The model stays as it is, but a backward of it raises until something is attached again.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        self.on_close()
-        self.on_close = _nothing
-        self._feed.lane.close()
-        self._withheld.close()
-        self._ledger.close()
-        _open.discard(self)
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"step {self.step}"
-        return f"<Attachment of {describe(self.strategy)}, {state}>"
-
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        return self._feed.reduce(bucket, self.strategy)
 
     def _name_of(self, index: int, place: int, parameter: Tensor) -> str:
         return self._names.get(id(parameter)) or f"bucket{index}.{place}"
 
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise WrongState("this attachment is closed; attach again")
+    def _about_to_save(self) -> None:
+        super()._about_to_save()
+        self._feed.expect(rebuilt_buckets(self._ddp()))
 
-    def _must_be_between_steps(self, doing: str) -> None:
-        self._must_be_open()
-        if self._feed.in_step:
-            raise WrongState(f"{doing} in the middle of a backward pass; call it between two steps")
+    def _alike(self) -> dict[str, Tensor]:
+        """But for those that DDP was told to leave alone."""
+        ddp = self._ddp()
+        ignored = () if ddp is None else ddp.parameters_to_ignore
+        return {name: p for name, p in super()._alike().items() if name not in ignored}
 
 
 def _nothing() -> None:
     """Before ``attach`` has said what else is to be done at close."""
-
-
-def close_all() -> None:
-    """Close every attachment that is still open."""
-    for attachment in list(_open):
-        attachment.close()
-
-
-def as_strategy(given: object) -> Strategy:
-    if isinstance(given, str):
-        return parse(given)
-    if isinstance(given, Strategy):
-        return given
-    if isinstance(given, type) and issubclass(given, Strategy):
-        raise WrongType(f"got the class {given.__name__}; write {given.__name__}(...)")
-    if callable(given):
-        raise WrongType(
-            f"got the function {getattr(given, '__qualname__', given)!r}, not a strategy; a torch hook "
-            "goes to ddp.register_comm_hook(state, hook), an async function to gradlane.strategy_from"
-        )
-    raise WrongType(f"got a {type(given).__name__}, not a strategy; write gradlane.Mean(), say")
-
-
-def _parameter_lines(ddp: DistributedDataParallel) -> list[str]:
-    return [
-        f"{name} {list(p.shape)} {describe(p.dtype)} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in ddp.module.named_parameters()
-    ]
 
 
 def _wrapping(ddp: DistributedDataParallel) -> str:
@@ -289,17 +89,3 @@ def _counts_active(ddp: DistributedDataParallel | None) -> bool:
     if ddp is None or not ddp._join_config.enable:
         return False
     return not getattr(ddp, "_divide_by_initial_world_size", True)
-
-
-def _alike(ddp: DistributedDataParallel | None) -> dict[str, Tensor]:
-    """What DDP keeps the same on all ranks; buffers may differ on purpose."""
-    if ddp is None:
-        return {}
-    ignored = ddp.parameters_to_ignore
-    return {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
-
-
-def _warn_of_unmatched(strategy: Strategy, names: tuple[str, ...]) -> None:
-    for part in parts(strategy):
-        if isinstance(part, Route) and (unmatched := part.unmatched(names)):
-            log.warning("Route: no parameter matches %s", ", ".join(map(repr, unmatched)))

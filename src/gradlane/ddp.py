@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .attachment import Attachment, as_strategy
+from .attachment import Attachment
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
 from .lane.base import DEFAULT_TIMEOUT, completed_future
-from .lane.drift import checked_every
-from .lane.guard import Policy, checked_policy
-from .lane.scaled import Scaler, checked_scaler
+from .lane.guard import Policy
+from .lane.scaled import Scaler
 from .report.sink import Observer
+from .settings import settings_of
+from .strategies.given import as_strategy
 
 
 class _Port:
@@ -99,11 +100,8 @@ def attach(
             f"DDP has the hook {ddp._comm_hooks[0][0].__qualname__!r} registered, and takes one for "
             "ever; build the DDP model anew, or do not register that hook"
         )
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    attachment = Attachment(
-        ddp, strategy, observer, seconds, ranks_per_node, checked_policy(nonfinite), checked_scaler(scaler),
-        checked_every(verify_every),
-    )  # fmt: skip
+    settings = settings_of(observer, timeout, ranks_per_node, nonfinite, scaler, verify_every)
+    attachment = Attachment(ddp, strategy, settings)
     if port is None:
         port = _ports[ddp] = _Port()
         ddp.register_comm_hook(port, gradlane_hook)

@@ -9,12 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from . import attachment, compat
+from . import at_work, compat
 
 
 def close_all() -> None:
-    """Close every attachment and every lane of a compat hook that is still open."""
-    attachment.close_all()
+    """Close every attachment, every reducer and every lane of a compat hook that is still open."""
+    at_work.close_all()
     compat.close_all()
 
 

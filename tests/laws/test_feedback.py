@@ -48,10 +48,10 @@ class TwoBuffers(gl.Strategy):
     async def reduce(self, bucket):
         owed = self.memory.like(bucket)
         before, left = owed.clone(), torch.full_like(owed, torch.nan)
-        mean = await settled(self.inner, dataclasses.replace(bucket, owed=owed, left=left))
+        reduced = await settled(self.inner, dataclasses.replace(bucket, owed=owed, left=left))
         assert torch.equal(owed, before)
         owed.copy_(left)
-        return gl.Reduced(mean)
+        return gl.Reduced(reduced.mean)
 
 
 @pytest.mark.parametrize("name", OWING)
@@ -200,3 +200,10 @@ def test_at_two_ranks_sharded_is_gathered():
         a, b = first.step(gradients(2, step)), second.step(gradients(2, step))
         assert all(torch.equal(a[0][key], b[0][key]) for key in SHAPES)
     assert first.events == second.events
+
+
+def test_a_narrow_memory_does_not_narrow_what_is_sent():
+    """What a plain mean sends is the gradient itself; bfloat16 is for what is owed, and nothing is."""
+    given_ = [{"w": torch.tensor([1.0 + 2.0**-20, 3.0])} for _ in range(2)]
+    ranks = gl.Simulation(gl.ErrorFeedback(gl.Mean(), torch.bfloat16), world=2)
+    assert torch.equal(ranks.step(given_)[0]["w"], given_[0]["w"])

@@ -42,7 +42,7 @@ def refused(rank, case):
     if case == "requires_grad" and odd:
         ddp.module.extra.requires_grad_(True)
     if case == "version" and odd:
-        gl.attachment.__version__ = "9.9.9"
+        gl.at_work.__version__ = "9.9.9"
     try:
         gl.attach(ddp, strategy, timeout=10)
     except gl.RanksDisagree as error:

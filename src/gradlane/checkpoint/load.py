@@ -100,7 +100,7 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
 def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
     if manifest.strategy != subject.text:
         raise InvalidValue(
-            f"it was saved by {manifest.strategy}, this attachment runs {subject.text}; attach the strategy "
+            f"it was saved by {manifest.strategy}, this run has {subject.text}; begin with the strategy "
             "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"
         )
     theirs, own = list(map(str, manifest.parameters)), list(map(str, subject.parameters))
@@ -110,6 +110,10 @@ def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
             f"it was saved with another model: it has {there}, this model has {here}; load it with the same "
             "model, or with strict=False to keep the parts that fit"
         )
+    known = {parameter.name for parameter in subject.parameters}
+    for bucket in manifest.layout:
+        if unknown := [name for name in bucket if name not in known]:
+            raise InvalidValue(f"its buckets hold {unknown[0]!r}, which is no parameter; it is damaged")
 
 
 def _fitting(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -> Fitting:

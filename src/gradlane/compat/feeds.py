@@ -11,7 +11,7 @@ from .._version import __version__
 from ..core.strategy import Strategy
 from ..errors import WrongType
 from ..lane.base import DEFAULT_TIMEOUT
-from ..lane.feed import Feed, NameOf
+from ..lane.ddp_feed import DdpFeed, NameOf
 from ..lane.open import open_lane
 from ..report.ledger import Ledger
 from ..report.sink import Observer
@@ -23,7 +23,7 @@ class _Open(NamedTuple):
 
     group: "weakref.ref[Any]"
     strategy: "weakref.ref[Strategy]"
-    feed: Feed
+    feed: DdpFeed
 
 
 _open: dict[tuple[int, int], _Open] = {}
@@ -42,7 +42,7 @@ def feed_of(
     name_of: NameOf = name_by_place,
     parameters: Sequence[str] = (),
     observers: Sequence[Observer] = (),
-) -> Feed:
+) -> DdpFeed:
     """The feed of this group and this very strategy. All ranks must have opened it with the same strategy
     and ``parameters``."""
     if group is None:
@@ -63,7 +63,7 @@ def feed_of(
         timeout=DEFAULT_TIMEOUT,
         doing="first use of a gradlane.compat hook",
     )
-    feed = Feed(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes, name_of=name_of)
+    feed = DdpFeed(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes, name_of=name_of)
     _open[id(group), id(strategy)] = _Open(weakref.ref(group), weakref.ref(strategy), feed)
     return feed
 

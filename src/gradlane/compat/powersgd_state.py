@@ -11,7 +11,7 @@ from ..core.memory import Memory
 from ..core.numbers import is_whole
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState
-from ..lane.feed import Feed
+from ..lane.ddp_feed import DdpFeed
 from ..log import log
 from ..strategies.cast import Cast
 from ..strategies.feedback import ErrorFeedback
@@ -95,7 +95,7 @@ class PowerSGDState:
         self._names = ParameterNames()
         self._loaded_names_of_model: bool | None = None
         self._stats = CompressionStats(start_powerSGD_iter, self.compression_stats_logging_frequency)
-        self._feed: Feed | None = None
+        self._feed: DdpFeed | None = None
         self._first_step = 0
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -1,24 +1,19 @@
-"""DDP's buckets become ours and go on the lane."""
+"""Buckets on their way to the lane: steps, memory, loss scale, the books."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket, Slot
-from ..core.collectives import Request, all_reduce
 from ..core.events import StepTimes, wire_bytes
-from ..core.running import intercept
 from ..core.scratch import Scratch
-from ..core.strategy import Reduced, Strategy
-from ..errors import NonFinite, WrongState
-from .backward import current_backward, settle_after_backward
+from ..core.strategy import Strategy
+from ..errors import NonFinite
 from .base import Lane, same
 from .book import Book
 from .drift import DriftCheck
@@ -26,22 +21,12 @@ from .guard import Guard
 from .regroup import Regrouping
 from .scaled import Scaler, unscaled
 
-NameOf = Callable[[int, int, Tensor], str]
-
 
 class Feed:
-    """Between one DDP model and its lane: names, steps, joined ranks, complex gradients."""
+    """Between one model and its lane, wherever the buckets come from: DDP, or a loop of one's own."""
 
     def __init__(
-        self,
-        lane: Lane,
-        book: Book,
-        *,
-        rank: int,
-        sizes: Mapping[str, int],
-        name_of: NameOf,
-        count_active: Callable[[], bool] = lambda: False,
-        guard: Guard | None = None,
+        self, lane: Lane, book: Book, *, rank: int, sizes: Mapping[str, int], guard: Guard | None = None
     ) -> None:
         self.lane = lane
         self.guard = guard or Guard("propagate", lane.check)
@@ -53,49 +38,57 @@ class Feed:
         self._rank = rank
         self._sizes = sizes
         self._world = sizes["world"]
-        self._name_of = name_of
-        self._count_active = count_active
-        self._settled: int | None = None
-        self._buckets = 0  # of the last whole step
-        self._expected: list[list[str]] = []  # where DDP has rebuilt its buckets since the last step
-        self._way: Lane | Regrouping = lane  # of the buckets; another one after a resume, for a step
         self._ready = 0.0  # when the first bucket of this step was
-        self._scratch: dict[int, Scratch] = {}  # by the address of DDP's bucket
-        self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
+        self._way: Lane | Regrouping = lane  # of the buckets; another one after a resume, for a step
+        self._buckets: list[tuple[Slot, ...]] = []  # of this step, or the last one
+        self._whole: list[tuple[Slot, ...]] = []  # of the last whole step
+        self._scratch: dict[int, Scratch] = {}  # by the address of the flat gradient
 
-    def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
-        if not self.in_step:
-            self._ready = time.perf_counter()
-        backward = current_backward()
-        active = backward is not None
-        bucket = self._bucket(given, joined=not active)
-        if bucket.index == 0:
-            self.settle()
-            self.guard.begin(strategy, bucket.step)
-        self.guard.look_at_own(bucket)
-        if active and backward != self._settled:
-            # Once for each backward; a checkpointed module runs parts of it in one of their own.
-            settle_after_backward(self.lane, lambda: not self.in_step, self._step_ended)
-            self._settled = backward
-        self.in_step = not bucket.is_last
-        if bucket.is_last:
-            self._buckets, self._expected = bucket.index + 1, []
-        self.step += bucket.is_last
-        strategy = unscaled(strategy, self.scaler)
-        if self._count_active():
-            strategy = _MeanOfActive(strategy)
-        raw = bucket.flat.numel() * bucket.flat.element_size()
-        self.book.gradient(raw, wire_bytes("all_reduce", raw, self._world), bucket.is_last)
-        finish = torch.view_as_complex if given.buffer().is_complex() else None
-        return self._way.submit(
-            strategy,
-            bucket,
-            finish=same if finish is None else lambda mean: finish(mean.view(-1, 2)),
-            loud=not active,  # outside of backward DDP waits for the future and shows its error
+    def bucket(
+        self, flat: Tensor, layout: tuple[Slot, ...], index: int, is_last: bool, *, joined: bool = False
+    ) -> Bucket:
+        """A flat gradient as strategies see it: a complex one as real pairs (and so is its layout)."""
+        return Bucket(
+            flat=torch.view_as_real(flat).view(-1) if flat.is_complex() else flat,
+            layout=layout,
+            step=self.step,
+            rank=self._rank,
+            world=self._world,
+            index=index,
+            is_last=is_last,
+            joined=joined,
+            sizes=self._sizes,
+            scratch=self._scratch.setdefault(flat.data_ptr(), Scratch()) if not flat.is_sparse else None,
         )
 
+    def begin(self, strategy: Strategy) -> None:
+        """Before the first bucket of a step."""
+        self.settle()
+        self._ready = time.perf_counter()
+        self._buckets = []
+        self.guard.begin(strategy, self.step)
+
+    def give(
+        self, bucket: Bucket, strategy: Strategy, *, as_complex: bool = False, loud: bool = False
+    ) -> Future[Tensor]:
+        """The next bucket of the step that was begun; its mean, later."""
+        self.guard.look_at_own(bucket)
+        self._buckets.append(bucket.layout)
+        self.in_step = not bucket.is_last
+        if bucket.is_last:
+            self._whole = self._buckets
+        self.step += bucket.is_last
+        raw = bucket.flat.numel() * bucket.flat.element_size()
+        self.book.gradient(raw, wire_bytes("all_reduce", raw, self._world), bucket.is_last)
+        return self._way.submit(
+            self._wrapped(strategy), bucket, finish=_complex if as_complex else same, loud=loud
+        )
+
+    def _wrapped(self, strategy: Strategy) -> Strategy:
+        return unscaled(strategy, self.scaler)
+
     def settle(self) -> None:
-        """Be done with a step that no backward has ended: a joined rank's, or one that was given up."""
+        """Be done with a step that nobody has ended: a joined rank's, or one that was given up."""
         self.lane.drain()
         failed = self.lane.take_failure() is not None  # who waited for the futures has been told
         if (trouble := self._counted(failed or self.in_step)) is not None:
@@ -109,8 +102,10 @@ class Feed:
             self.book.skipped()
         return trouble
 
-    def _step_ended(self, computed: float, ended: float) -> BaseException | None:
-        failure = self.lane.take_failure()
+    def step_ended(
+        self, computed: float, ended: float, failure: BaseException | None
+    ) -> BaseException | None:
+        """The lane is idle, and the ``failure`` is what it told. What to raise, if anything."""
         trouble = self._counted(failure is not None)
         self.book.step_ended(StepTimes(self.step - 1, self._ready, computed, ended))
         if failure is None and self.drift is not None and self.drift.due(self.step - 1):
@@ -121,17 +116,10 @@ class Feed:
         """The names of the parameters in each bucket, as strategies see them; none before the first step."""
         if isinstance(self._way, Regrouping):
             return self._way.layout
-        if self._expected:
-            return self._expected
-        return [[slot.name for slot in self._layouts[index][1]] for index in range(self._buckets)]
+        return self._names()
 
-    def expect(self, buckets: Sequence[Sequence[Tensor]]) -> None:
-        """The next step will have these parameters in its buckets; without any, the same as the last."""
-        if buckets:
-            self._expected = [
-                [self._name_of(index, place, parameter) for place, parameter in enumerate(bucket)]
-                for index, bucket in enumerate(buckets)
-            ]
+    def _names(self) -> list[list[str]]:
+        return [[slot.name for slot in layout] for layout in self._whole]
 
     def go_to(self, step: int, layout: Sequence[Sequence[str]] = ()) -> None:
         """Number the next step anew, as a resumed run does; and begin with the buckets of ``layout``."""
@@ -142,57 +130,14 @@ class Feed:
     def _go_straight(self) -> None:
         self._way = self.lane
 
-    def _bucket(self, given: dist.GradBucket, *, joined: bool) -> Bucket:
-        flat = given.buffer()
-        layout = self._layout(given, flat.is_complex())
-        return Bucket(
-            flat=torch.view_as_real(flat).view(-1) if flat.is_complex() else flat,
-            layout=layout,
-            step=self.step,
-            rank=self._rank,
-            world=self._world,
-            index=given.index(),
-            is_last=given.is_last(),
-            joined=joined,
-            sizes=self._sizes,
-            scratch=self._scratch.setdefault(flat.data_ptr(), Scratch()) if not flat.is_sparse else None,
-        )
 
-    def _layout(self, given: dist.GradBucket, is_complex: bool) -> tuple[Slot, ...]:
-        """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters."""
-        parameters = given.parameters()
-        index = given.index()
-        who = tuple(map(id, parameters))
-        known = self._layouts.get(index)
-        if known is not None and known[0] == who:
-            return known[1]
-        pair = (2,) if is_complex else ()
-        layout = tuple(
-            Slot(self._name_of(index, place, parameter), torch.Size((*parameter.shape, *pair)))
-            for place, parameter in enumerate(parameters)
-        )
-        if known is not None:
-            self._scratch.clear()  # made for buckets that are no more; what is under way keeps its own
-        self._layouts[index] = (who, layout)
-        return layout
+def _complex(mean: Tensor) -> Tensor:
+    return torch.view_as_complex(mean.view(-1, 2))
 
 
-@dataclass
-class _MeanOfActive(Strategy):
-    """For ``join(divide_by_initial_world_size=False)``: a mean divides by the ranks still training."""
-
-    inner: Strategy
-
-    async def reduce(self, bucket: Bucket) -> Reduced:
-        active = torch.tensor([0 if bucket.joined else 1], device=bucket.flat.device)
-        count = int(await all_reduce(active, op="sum"))
-        if count == 0:
-            raise WrongState("no rank is still training; leave the join() context")
-
-        async def answer(request: Request) -> object:
-            if request.op != "mean" or request.over != "world":
-                return await request
-            return await all_reduce(request.payloads[0][0].div_(count), op="sum")
-
-        inner = self.inner.reduce(replace(bucket, sizes={**bucket.sizes, "world": count}))
-        return await intercept(inner, answer)
+def layout_of(names: Sequence[str], parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
+    """The slots of a bucket of one dtype."""
+    return tuple(
+        Slot(name, torch.Size((*parameter.shape, *((2,) if parameter.is_complex() else ()))))
+        for name, parameter in zip(names, parameters, strict=True)
+    )

@@ -41,11 +41,10 @@ def open_lane(
     parameters: list[str],
     timeout: float,
     ranks_per_node: int | None = None,
-    wrapping: str = "",
     doing: str,
 ) -> Opened:
-    """Compare ``must_agree``, ``parameters`` and how they are wrapped over all ranks of the group; refuse on
-    all ranks if they differ, else connect."""
+    """Compare ``must_agree`` and ``parameters`` over all ranks of the group; refuse on all ranks if they
+    differ, else connect."""
     if not timeout > 0:
         raise InvalidValue(f"timeout={timeout:g} leaves no time; use seconds above 0, 120 by default")
     backend = backend_of(group, device)
@@ -56,7 +55,6 @@ def open_lane(
     must_agree = {
         **must_agree,
         "parameters": _digest(parameters),
-        "wrapping": wrapping,
         "ranks_per_node": ranks_per_node,
     }
     token, told = board.agree("open", {**must_agree, "host": socket.gethostname()}, doing=doing)

@@ -38,7 +38,7 @@ class Pending:
     """
 
     def __init__(
-        self, works: list[Any], read: Callable[[], object], *, sound: bool = False, direct: bool = False
+        self, works: list[Any], read: Callable[[], object], *, direct: bool = False, sound: bool = False
     ) -> None:
         self.sound = sound  # what this rank gave to a mean is finite, and small: ``Reduced.sound``
         self._works = deque(works)

@@ -12,7 +12,8 @@ def rebuilt_buckets(ddp: DistributedDataParallel | None) -> list[list[Tensor]]:
 
     DDP does that at the beginning of the second forward, from the order in which gradients came in the first
     backward. A checkpoint between the two could not know the buckets of the step that follows. It is a
-    collective of DDP's own, on all ranks or on none. Nothing at any other time.
+    collective of DDP's own, on all ranks or on none. With ``static_graph`` all that is one step later.
+    Nothing at any other time.
     """
     if ddp is None:
         return []

@@ -1,4 +1,4 @@
-"""The first step after a resume, in the buckets of the run that was saved.
+"""The first steps after a resume, in the buckets of the run that was saved.
 
 DDP rebuilds its buckets after the first backward, so the first one after a resume has others than the run had
 that never stopped: sums over four ranks would differ in their last bits, and codecs would cut other blocks.
@@ -22,6 +22,7 @@ from ..log import log
 from .base import Finish, Lane, same
 
 Names = Sequence[Sequence[str]]
+PATIENCE = 2  # steps; DDP rebuilds its buckets after the first, with static_graph after the second
 
 
 @dataclass
@@ -51,7 +52,7 @@ class _Piece(NamedTuple):
 class Regrouping:
     """Takes DDP's buckets in place of the lane, and gives the lane those of ``layout`` when all have come.
 
-    It ends by itself: as soon as DDP's own buckets are the wanted ones, or after a step if they are not.
+    It ends by itself: as soon as DDP's own buckets are the wanted ones, or after two steps if they are not.
     """
 
     def __init__(self, lane: Lane, layout: Names, end: Callable[[], None]) -> None:
@@ -59,7 +60,7 @@ class Regrouping:
         self._lane = lane
         self._end = end
         self._held: list[_Held] = []
-        self._regrouped = False
+        self._left = PATIENCE
 
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
@@ -77,7 +78,7 @@ class Regrouping:
 
     def _go(self, strategy: Strategy, held: list[_Held]) -> None:
         given = [list(own.bucket.names) for own in held]
-        groups = None if given == self.layout or self._regrouped else _groups(held, self.layout)
+        groups = _groups(held, self.layout) if self._left and given != self.layout else None
         if groups is None:
             self._end()
             if given != self.layout:
@@ -85,7 +86,7 @@ class Regrouping:
             for own in held:
                 self._submit(strategy, own.bucket, own.answer, [own])
             return
-        self._regrouped = True
+        self._left -= 1
         waiting = _Waiting(held, len(groups))
         for index, group in enumerate(groups):
             first = group[0].held

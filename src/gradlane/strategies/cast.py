@@ -18,8 +18,8 @@ from ..kernels.finite import divided
 from .private import refuse_private_in_fp16
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
-FAR = 1000  # sums are looked at where the wire's range is so much smaller: in fp16, not in bf16
 FAR_IN_FP16 = 6e4  # what all ranks add up to must be below the largest number, 65,504
+FAR = 1000  # sums are looked at where the wire's range is so much smaller: in fp16, not in bf16
 SAMPLE = 16_384  # elements looked at for underflow in each message
 
 
@@ -105,7 +105,7 @@ class _NarrowWire:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
         self.sound = wide if sound else None
-        if may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
+        if not sound and may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
             await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
 
@@ -130,13 +130,13 @@ class _NarrowWire:
         return tensor.is_floating_point() and tensor.element_size() > self.dtype.itemsize
 
 
-def _holds_numbers(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta" and tensor.numel() > 0
-
-
 def _as_far(dtype: torch.dtype) -> bool:
     """Whether its numbers reach as far as those of fp32: not in fp16."""
     return torch.finfo(dtype).max > 1e38
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:

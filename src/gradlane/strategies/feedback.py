@@ -61,12 +61,19 @@ async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
     owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
     assert owed is not None
     assert left is not None
-    flat.copy_(torch.add(owed, flat, out=left))
+    whole = left
+    if left.dtype == torch.bfloat16:  # the sum is rounded when it has been sent, not before
+        whole = bucket.empty(
+            "gradient and debt", flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+        )
+    flat.copy_(torch.add(owed, flat, out=whole))
     reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
     # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
-    left.sub_(left.to(flat.dtype) if reduced.sent is None else reduced.sent())
-    if left.device.type != "meta":
-        keep_finite(left)
+    whole.sub_(whole.to(flat.dtype) if reduced.sent is None else reduced.sent())
+    if whole.device.type != "meta":
+        keep_finite(whole)
+    if whole is not left:
+        left.copy_(whole)
     return reduced
 
 
@@ -95,12 +102,16 @@ class ErrorFeedback21(Strategy):
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
-        if all_finite(reduced.mean):
+        answer = mean + reduced.mean
+        if all_finite(answer):
+            mean_after.copy_(answer)
             torch.add(own, whole if reduced.sent is None else reduced.sent(), out=own_after)
-            return Reduced(bucket.flat.copy_(torch.add(mean, reduced.mean, out=mean_after)))
-        # All ranks see this, and all stay with what they had: mean remains the mean of what each one has.
-        own_after.copy_(own)
-        return Reduced(bucket.flat.copy_(mean_after.copy_(mean) + reduced.mean))
+            if not all_finite(own_after):  # it has passed the largest number, and the mean has not
+                own_after.nan_to_num_(nan=0.0)
+        else:  # all ranks see this, and stay with what they had: mean remains the mean of what each one has
+            mean_after.copy_(mean)
+            own_after.copy_(own)
+        return Reduced(bucket.flat.copy_(answer))
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""

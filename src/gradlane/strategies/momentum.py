@@ -8,6 +8,7 @@ import torch
 
 from ..core.bucket import Bucket
 from ..core.memory import Memory
+from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
@@ -37,8 +38,8 @@ class WorkerMomentum(Strategy):
             raise WrongType(
                 f"WorkerMomentum wraps a strategy, got {got}; write WorkerMomentum(Combined(...)), say"
             )
-        if not 0 <= self.beta < 1:
-            raise InvalidValue(f"beta={self.beta} is not possible; use a number from 0 to below 1")
+        if not is_number(self.beta) or not 0 <= self.beta < 1:
+            raise InvalidValue(f"beta={self.beta!r} is not possible; use a number from 0 to below 1")
         self.memory = self.memory or Memory(torch.float32)
 
     async def reduce(self, bucket: Bucket) -> Reduced:

@@ -13,6 +13,7 @@ from ...core.across import Slots
 from ...core.bucket import Bucket
 from ...core.memory import Memory
 from ...errors import WrongType
+from ...kernels.counter import draws, keys_of
 from ...kernels.products import orthonormalise
 from .cut import WHOLE_BUCKET, Cut, Matrix, slot_of
 
@@ -114,13 +115,14 @@ def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed:
 
 
 def drawn(bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
-    """Gaussian, from a seed of this matrix alone: the same in whatever bucket it comes."""
+    """Evenly from -1 to 1, by a seed of this matrix alone: the same in whatever bucket it comes. From whole
+    numbers: torch's Gaussian ones may have other last bits on another processor, and all ranks must agree."""
     if bucket.flat.device.type == "meta":
         return torch.empty(matrix.rank, size, dtype=width(bucket), device="meta")
     alone = replace(bucket, layout=(slot_of(matrix),))
-    generator = torch.Generator().manual_seed(alone.seed(SALT + seed, shared=True))
-    rows = torch.randn(matrix.rank, size, generator=generator, dtype=width(bucket))
-    return rows.to(bucket.flat.device)
+    keys = keys_of(alone.seed(SALT + seed, shared=True))
+    bits = draws(0, matrix.rank * size, keys, bucket.flat.device).to(torch.float64)
+    return bits.mul_(2.0**-31).sub_(1.0).view(matrix.rank, size).to(width(bucket))
 
 
 def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:

@@ -126,6 +126,12 @@ class RankPlan(Shared):
             return
         if set(state) != set(KEPT):
             raise InvalidValue(f"the state of ranks has {sorted(state)}; it must have {', '.join(KEPT)}")
+        numbers = [state[name] for name in KEPT[:4]]
+        numbers += [number for name in KEPT[4:7] for number in state[name].values()]
+        if not all(type(number) is int for number in numbers) or not (
+            set(state["cost"]) == set(state["most"]) <= set(state["rank"])
+        ):
+            raise InvalidValue("the state of ranks is damaged; pass what state_dict() gave")
         self._decided, self._step = state["decided"], state["step"]
         layers = {name: Layer(cost, state["most"][name]) for name, cost in state["cost"].items()}
         self._now.add(state["numel"], state["dense"], layers)

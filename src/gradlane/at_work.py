@@ -1,0 +1,246 @@
+"""A strategy at work on a model: what an ``Attachment`` and a ``Reducer`` have in common."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ._version import __version__
+from .checkpoint.load import load
+from .checkpoint.save import save
+from .checkpoint.subject import Subject, as_layout, parameters_of
+from .core.strategy import Strategy, shared_state
+from .errors import InvalidValue, WrongState
+from .lane.agree import Document
+from .lane.drift import DriftCheck
+from .lane.feed import Feed
+from .lane.guard import Guard
+from .lane.open import Opened, open_lane, refuse_differences
+from .lane.optimizers import Withheld
+from .lane.scaled import Scaler, checked_scaler
+from .log import log
+from .report.ledger import Ledger
+from .report.sink import Run
+from .settings import Settings
+from .strategies.given import as_strategy, warn_of_unmatched
+from .strategies.text import describe
+
+FORMAT = 2  # of state_dict
+
+Self = TypeVar("Self", bound="AtWork")
+
+_open: weakref.WeakSet[AtWork] = weakref.WeakSet()
+
+
+class AtWork(ABC):
+    """From the moment the ranks have agreed until ``close``; also a context manager that closes."""
+
+    kind: ClassVar[str]
+    """What it is, in messages; and how to get another one."""
+    again: ClassVar[str]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Any,
+        device: torch.device,
+        strategy: Strategy,
+        settings: Settings,
+        *,
+        doing: str,
+        must_agree: Document,
+    ) -> None:
+        self.strategy = strategy
+        self.settings = settings
+        self._module = weakref.ref(module)  # the model must be free to go before its process group does
+        self._ledger = Ledger(settings.observers)
+        self._parameters = parameters_of(module)
+        warn_of_unmatched(strategy, self._parameter_names())
+        run = Run(group.rank(), group.size(), describe(strategy))
+        with self._ledger.opening(run) as ready:  # a file that cannot be written is told to all ranks
+            opened = open_lane(
+                group,
+                device,
+                self._ledger,
+                {
+                    "version": __version__,
+                    "strategy": describe(strategy, shared_only=True),
+                    "nonfinite": settings.nonfinite,
+                    "verify_every": settings.verify_every,
+                    **must_agree,
+                    "observer": ready,
+                },
+                parameters=list(map(str, self._parameters)),
+                timeout=settings.timeout,
+                ranks_per_node=settings.ranks_per_node,
+                doing=doing,
+            )
+        self._board = opened.board
+        self._swaps = 0
+        self._closed = False
+        self._withheld = Withheld(module.parameters())
+        self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
+        self._feed.scaler = settings.scaler
+        if settings.verify_every is not None:
+            self._feed.drift = DriftCheck(
+                settings.verify_every, opened.lane, opened.rank, opened.sizes["world"],
+                weights=self._alike, state=lambda: shared_state(self.strategy),
+            )  # fmt: skip
+        _open.add(self)
+        log.info("%s: %s on %d ranks", doing, describe(strategy), opened.sizes["world"])
+
+    @abstractmethod
+    def _fed(self, opened: Opened, guard: Guard) -> Feed: ...
+
+    def _alike(self) -> dict[str, Tensor]:
+        """The weights that are the same on all ranks; buffers may differ on purpose."""
+        module = self._module()
+        return {} if module is None else dict(module.named_parameters())
+
+    def _about_to_save(self) -> None:
+        self._feed.settle()
+
+    @property
+    def step(self) -> int:
+        """The step that is next; counts those with synchronisation only."""
+        return self._feed.step
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped; its gradients are not finite, and torch's optimizers get none.
+        For optimizers that are not torch's."""
+        return self._feed.guard.skipped
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """What knows the scale of the loss; set it if the scaler is made later."""
+        return self._feed.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Scaler | None) -> None:
+        self._feed.scaler = checked_scaler(scaler)
+
+    def swap(self, strategy: Strategy | str) -> None:
+        """Go on with another strategy from the next step on.
+
+        Call it on every rank between the same two steps. The ranks compare step and strategy, and
+        all refuse if they differ; the old strategy then stays in force.
+        """
+        self._must_be_between_steps("swap")
+        strategy = as_strategy(strategy)
+        told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
+        _, all_told = self._board.agree(f"swap{self._swaps}", told, doing="swap")
+        self._swaps += 1
+        refuse_differences(all_told, tuple(told), "swap")
+        warn_of_unmatched(strategy, self._parameter_names())
+        self.strategy = strategy
+
+    def metrics(self) -> dict[str, float]:
+        """One flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since the beginning, and
+        ``comm/step/bytes_wire``, ... of the last whole step."""
+        return self._ledger.metrics()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint: a folder with one file per rank. Call it on every rank, between the same steps.
+
+        A crash at any point leaves the old checkpoint of that folder or the new one. If a rank cannot write
+        all ranks raise ``NotSaved``. It holds the step and the memory of the strategy; model and optimizer
+        are yours to save. See docs/checkpoints.md.
+        """
+        self._must_be_between_steps("save")
+        self._about_to_save()
+        save(self._board, Path(path), self._subject())
+
+    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Go on where ``save`` was called, with any number of ranks. Call it on every rank.
+
+        Each rank checks all it reads before anything changes; if one refuses all do, naming it. Another
+        strategy or another model is refused, unless ``strict`` is False: then what fits by name and shape is
+        kept, and the log says what was left out.
+        """
+        self._must_be_open()
+        loaded = load(self._board, Path(path), self._subject(), strict)
+        self._feed.go_to(loaded.step, loaded.layout)
+
+    def _subject(self) -> Subject:
+        text = describe(self.strategy, shared_only=True)
+        return Subject(self.strategy, text, self.step, self._parameters, self._feed.layout())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
+        self._feed.settle()
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "strategy": describe(self.strategy, shared_only=True),
+            "layout": self._feed.layout(),
+            "state": self.strategy.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, on the same rank of as many; refuses the state of another
+        strategy. ``load`` can do more."""
+        self._must_be_open()
+        if missing := {"format", "step", "strategy", "state"} - set(state):
+            raise InvalidValue(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() gave")
+        if state["format"] not in (1, FORMAT):
+            raise InvalidValue(f"the state has format {state['format']}, this version reads 1 and {FORMAT}")
+        mine = describe(self.strategy, shared_only=True)
+        if state["strategy"] != mine:
+            raise InvalidValue(
+                f"the state was saved by {state['strategy']}, this {self.kind} runs {mine}; begin with the "
+                "strategy that saved it, and swap() afterwards if you want another"
+            )
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise InvalidValue(f"the state is in step {state['step']!r}; a step is a number from 0 on")
+        try:
+            layout = as_layout(state.get("layout", []))
+        except ValueError as error:
+            raise InvalidValue(f"{error}; pass what state_dict() gave") from None
+        self.strategy.load_state_dict(state["state"])
+        self._feed.go_to(state["step"], layout)
+
+    def close(self) -> None:
+        """Finish what is under way, end the lane and let go of all connections. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._feed.lane.close()
+        self._withheld.close()
+        self._ledger.close()
+        _open.discard(self)
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"step {self.step}"
+        return f"<{type(self).__name__} of {describe(self.strategy)}, {state}>"
+
+    def _parameter_names(self) -> list[str]:
+        return [parameter.name for parameter in self._parameters]
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise WrongState(f"this {self.kind} is closed; {self.again}")
+
+    def _must_be_between_steps(self, doing: str) -> None:
+        self._must_be_open()
+        if self._feed.in_step:
+            raise WrongState(f"{doing} in the middle of a step; call it between two steps")
+
+
+def close_all() -> None:
+    """Close all that is still open."""
+    for at_work in list(_open):
+        at_work.close()

@@ -1,0 +1,75 @@
+"""What a model must be for its gradients to be reduced without DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InvalidValue, WrongState, WrongType
+
+Parameters = dict[str, nn.Parameter]
+
+
+def checked_model(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise WrongType(f"reduce_gradients needs a module, got {type(model).__name__}; pass the model")
+    model = uncompiled(model)
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        raise WrongType(
+            "this is a DDP model, and DDP reduces its gradients in backward already; use "
+            "gradlane.attach(ddp, strategy), or train the module without DDP"
+        )
+    return model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given: it has the same parameters, under their own names."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def checked_group(group: dist.ProcessGroup | None) -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise WrongState(
+            "there is no process group; call torch.distributed.init_process_group first (torchrun sets what "
+            "it needs), then reduce gradients"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise WrongType(
+            f"group is a {type(group).__name__}, not a process group that this rank is in; pass what "
+            "torch.distributed.new_group gave on a rank of it, or None"
+        )
+    return group
+
+
+def trained_of(model: nn.Module) -> Parameters:
+    """The parameters that have something to learn."""
+    parameters = dict(model.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if nn.parameter.is_lazy(parameter)]:
+        raise WrongState(f"{lazy[0]} has no shape yet; run the model once before its gradients are reduced")
+    trained = {name: p for name, p in parameters.items() if p.requires_grad and p.numel()}
+    if not trained:
+        raise InvalidValue("the model has no parameter that needs a gradient; there is nothing to reduce")
+    return trained
+
+
+def one_device(trained: Parameters) -> torch.device:
+    devices = {parameter.device for parameter in trained.values()}
+    if len(devices) > 1:
+        raise InvalidValue(
+            f"the parameters are on {', '.join(sorted(map(str, devices)))}; make a Reducer for each "
+            "part of the model that is on one device"
+        )
+    return devices.pop()
+
+
+def sparse_names(model: nn.Module, trained: Parameters) -> list[str]:
+    """Whose gradients will be sparse; decided by the modules, as DDP does, to be the same on all ranks."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    theirs = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+    return [name for name, parameter in trained.items() if id(parameter) in theirs]
