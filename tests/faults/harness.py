@@ -97,8 +97,8 @@ class Run:
         self.ranks = Ranks(function, world, *args, init=False, deadline=deadline)
         self.pids = [process.pid for process in self.ranks.processes]
 
-    def signal_victim(self, what):
-        os.kill(self.pids[self._victim], what)
+    def signal(self, rank, what):
+        os.kill(self.pids[rank], what)
         if what != signal.SIGCONT:
             self.story.signalled = time.monotonic()
 

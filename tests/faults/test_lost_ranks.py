@@ -14,9 +14,9 @@ import gradlane as gl
 from gradlane.local import tell
 
 from ..catalogue import STRATEGIES
-from ..training import build, data
-from .faulty import MOMENTS, Faulty, Point
-from .harness import Warnings, connect, drawing, leave_the_lost, run
+from ..training import build, data, replicas_equal
+from .faulty import MOMENTS, Faulty, Point, fire
+from .harness import Warnings, connect, drawing, leave_the_lost, run, state_of
 
 WORLD = 4
 STEPS = 60  # more than any fault lets happen
@@ -76,7 +76,7 @@ def strike(name, blow, what, timeout, deadline):
     def on_report(running, report):
         if report[0] == "begun" and blow.point is None:
             time.sleep(blow.delay)
-            running.signal_victim(what)
+            running.signal(blow.rank, what)
 
     how = "kill" if what == signal.SIGKILL else "stop"
     story = run(
@@ -142,6 +142,73 @@ def test_stopped(victim):
     chance = drawing(f"stop rank {victim}")
     drawn = Blow.drawn(chance)
     stop_one("int4 feedback", Blow(victim, drawn.step, None, drawn.delay))
+
+
+def train_to_the_end(rank, path, name, victim):
+    connect(rank, path, WORLD)
+    equal = _train_to_the_end(rank, name, victim)
+    gl.shutdown()
+    return equal
+
+
+def _train_to_the_end(rank, name, victim):
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    with gl.attach(ddp, STRATEGIES[name](), timeout=20):
+        for step in range(12):
+            if rank == victim and step == 4:
+                tell(("begun", step))
+            optimizer.zero_grad()
+            ddp(data(rank, step)).backward()
+            optimizer.step()
+    return replicas_equal(ddp.parameters())
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_stopped_for_a_while_is_not_lost(victim):
+    chance = drawing(f"stop rank {victim} for a while")
+    states = []
+
+    def on_report(running, report):
+        if report[0] == "begun":
+            time.sleep(chance.uniform(0, 0.03))
+            running.signal(victim, signal.SIGSTOP)
+            time.sleep(1.5)
+            states.append(state_of(running.pids[victim]))
+            running.signal(victim, signal.SIGCONT)
+
+    story = run(train_to_the_end, WORLD, "int4 feedback", victim, deadline=40, on_report=on_report)
+    assert states == ["T"]
+    assert story.results == dict.fromkeys(range(WORLD), True), story.failures
+    assert set(story.codes.values()) == {0}
+
+
+def attach_without_one(rank, path, victim):
+    connect(rank, path, WORLD)
+    story = _attach_without(rank, victim)
+    leave_the_lost()
+    return story
+
+
+def _attach_without(rank, victim):
+    ddp = DistributedDataParallel(build())
+    if rank == victim:
+        fire("stop", 0.0, "attach")
+    start = time.monotonic()
+    with pytest.raises(gl.PeerLost, match=f"attach: .*rank {victim}") as caught:
+        gl.attach(ddp, "Mean()", timeout=3)
+    return time.monotonic() - start, caught.value.rank
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_before_attach(victim):
+    """Also the rank that hosts the store, of whom torch's store would wait for an answer for ever."""
+    story = run(attach_without_one, WORLD, victim, deadline=30, victim=victim)
+    assert story.victim_state == "T"
+    assert set(story.results) == set(range(WORLD)) - {victim}, story.failures
+    for seconds, lost in story.results.values():
+        assert 2.5 < seconds < 5
+        assert lost == victim
 
 
 @pytest.mark.slow

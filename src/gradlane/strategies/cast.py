@@ -30,9 +30,9 @@ class Cast(Strategy):
 
     A mean divides before it narrows, so gradients of 1e5 and 0 average to 5e4 in fp16, where a cast
     first would make inf. Counted in the metrics: ``overflow``, finite values that became infinite
-    (exact), ``overflow_sum``, those whose sum over the ranks came back infinite, and ``underflow``,
-    non-zero values that became zero (exact up to 16,384 elements, beyond that estimated from a window
-    that moves from step to step).
+    (exact), ``overflow_sum``, those whose sum over the ranks came back infinite (looked for where this
+    rank's own part was large: on one rank at least), and ``underflow``, non-zero values that became zero
+    (exact up to 16,384 elements, beyond that estimated from a window that moves from step to step).
     """
 
     inner: Strategy
