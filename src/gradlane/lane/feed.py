@@ -112,7 +112,7 @@ class Feed:
 
     def _bucket(self, given: dist.GradBucket, *, joined: bool) -> Bucket:
         flat = given.buffer()
-        layout = self._layout(given, flat.is_complex())
+        layout = self._layout(given)
         return Bucket(
             flat=torch.view_as_real(flat).view(-1) if flat.is_complex() else flat,
             layout=layout,
@@ -126,23 +126,29 @@ class Feed:
             scratch=self._scratch.setdefault(flat.data_ptr(), Scratch()) if not flat.is_sparse else None,
         )
 
-    def _layout(self, given: dist.GradBucket, is_complex: bool) -> tuple[Slot, ...]:
-        """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters."""
+    def _layout(self, given: dist.GradBucket) -> tuple[Slot, ...]:
+        """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters.
+
+        A complex parameter is real pairs here, whether DDP's buffer is of complex numbers or of pairs.
+        """
         parameters = given.parameters()
         index = given.index()
         who = tuple(map(id, parameters))
         known = self._layouts.get(index)
         if known is not None and known[0] == who:
             return known[1]
-        pair = (2,) if is_complex else ()
         layout = tuple(
-            Slot(self._name_of(index, place, parameter), torch.Size((*parameter.shape, *pair)))
+            Slot(self._name_of(index, place, parameter), _as_pairs(parameter))
             for place, parameter in enumerate(parameters)
         )
         if known is not None:
             self._scratch.clear()  # made for buckets that are no more; what is under way keeps its own
         self._layouts[index] = (who, layout)
         return layout
+
+
+def _as_pairs(parameter: Tensor) -> torch.Size:
+    return torch.Size((*parameter.shape, 2)) if parameter.is_complex() else parameter.shape
 
 
 @dataclass
