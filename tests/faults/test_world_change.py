@@ -37,7 +37,7 @@ SHAPES = {"a.weight": (70, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2
 
 
 @pytest.mark.parametrize("name", WITH_STATE)
-@pytest.mark.parametrize("worlds", [(4, 2, 3), (3, 4, 1), (1, 5, 2), (5, 3, 6)])
+@pytest.mark.parametrize("worlds", [(4, 2, 3), (1, 5, 2)])
 def test_the_sum_of_what_is_owed_survives(name, worlds):
     seed = random.Random(f"{name} {worlds}").randrange(2**31)
     print(f"seed {seed}")

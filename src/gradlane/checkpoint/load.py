@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.across import Carried, Fits, Fitting, Slots
 from ..core.strategy import Leaf, named_states
-from ..errors import InvalidValue
+from ..errors import InvalidValue, RanksDisagree
 from ..lane.agree import Board, Document
 from ..lane.open import first_difference, refuse_differences
 from ..log import log
@@ -17,7 +17,7 @@ from .folder import checkpoints_in
 from .manifest import Manifest
 from .save import common_token
 from .subject import Layout, Subject, slots_of
-from .together import attempted, first_failure, nothing, patient
+from .together import all_leave, attempted, first_failure, nothing, patient
 from .tree import part_at, with_part
 
 
@@ -57,15 +57,24 @@ def _chosen(board: Board, path: Path, strict: bool) -> Manifest:
 
     mine, error = attempted(look)
     _, notes = board.agree("load/found", {**mine, "strict": strict}, doing="load")
-    refuse_differences(notes, ("strict",), "load")
-    _refuse_all_if_one(notes, path, error)
+    try:
+        refuse_differences(notes, ("strict",), "load")
+        _refuse_all_if_one(notes, path, error)
+        token = _token(path, notes)
+    except (InvalidValue, RanksDisagree):
+        all_leave(board, "load")
+        raise
+    return next(manifest for manifest in found if manifest.token == token)
+
+
+def _token(path: Path, notes: Sequence[Document]) -> str:
     token = common_token([note["tokens"] for note in notes])
     if token is None:
         seen = {rank: note["steps"] for rank, note in enumerate(notes)}
         raise InvalidValue(
             f"the ranks see different checkpoints in {path}, of the steps {seen}; give all ranks the same one"
         )
-    return next(manifest for manifest in found if manifest.token == token)
+    return token
 
 
 def _refuse_all_if_one(notes: Sequence[Document], path: Path, error: BaseException | None) -> None:

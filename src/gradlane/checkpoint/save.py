@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ..core.across import Fits
 from ..core.strategy import named_states
-from ..errors import InvalidValue, NotSaved
+from ..errors import InvalidValue, NotSaved, RanksDisagree
 from ..lane.agree import Board, Document
 from ..lane.open import refuse_differences
 from .folder import checkpoints_in, clean, commit, remove, write_whole
 from .manifest import FORMAT, file_name, manifest_of
 from .rankfile import Receipt, write
 from .subject import Subject, slots_of
-from .together import attempted, first_failure, nothing, patient
+from .together import all_leave, attempted, first_failure, nothing, patient
 from .tree import part_at
 
 
@@ -24,7 +24,11 @@ def save(board: Board, path: Path, subject: Subject) -> None:
     layout = sha256(repr(subject.layout).encode()).hexdigest()
     same = {"step": subject.step, "strategy": subject.text, "layout": layout}
     token, notes = board.agree("save/begin", {**same, "has": _tokens(path)}, doing="save")
-    refuse_differences(notes, tuple(same), "save")
+    try:
+        refuse_differences(notes, tuple(same), "save")
+    except RanksDisagree:
+        all_leave(board, "save")
+        raise
     keep = common_token([note["has"] for note in notes])
     name = file_name(board.rank, board.world, token)
 

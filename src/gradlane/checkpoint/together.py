@@ -18,6 +18,11 @@ def patient(board: Board, size: int) -> Board:
     return slow
 
 
+def all_leave(board: Board, doing: str) -> None:
+    """For a call that ends at its first meeting: nobody may come again while others are still in it."""
+    board.agree(f"{doing}/left", {}, doing=doing)
+
+
 def attempted(part: Callable[[], Document]) -> tuple[Document, BaseException | None]:
     """What a rank tells the others: what its part gave, or why it failed."""
     try:

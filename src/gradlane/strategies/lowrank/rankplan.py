@@ -126,11 +126,7 @@ class RankPlan(Shared):
             return
         if set(state) != set(KEPT):
             raise InvalidValue(f"the state of ranks has {sorted(state)}; it must have {', '.join(KEPT)}")
-        numbers = [state[name] for name in KEPT[:4]]
-        numbers += [number for name in KEPT[4:7] for number in state[name].values()]
-        if not all(type(number) is int for number in numbers) or not (
-            set(state["cost"]) == set(state["most"]) <= set(state["rank"])
-        ):
+        if not _sound(state):
             raise InvalidValue("the state of ranks is damaged; pass what state_dict() gave")
         self._decided, self._step = state["decided"], state["step"]
         layers = {name: Layer(cost, state["most"][name]) for name, cost in state["cost"].items()}
@@ -145,6 +141,22 @@ class RankPlan(Shared):
         return isinstance(other, RankPlan)  # state is no option
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _sound(state: Mapping[str, Any]) -> bool:
+    numbers = [state[name] for name in KEPT[:4]]
+    numbers += [number for name in KEPT[4:7] for number in state[name].values()]
+    return (
+        all(type(number) is int for number in numbers)
+        and set(state["cost"]) == set(state["most"]) <= set(state["rank"])
+        and all(
+            isinstance(seen, Tensor)
+            and seen.dim() == 1
+            and seen.dtype == torch.float64
+            and bool(seen.isfinite().all())
+            for seen in state["energy"].values()
+        )
+    )
 
 
 def cut_within(
