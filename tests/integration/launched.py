@@ -3,6 +3,7 @@
 import os
 import warnings
 from functools import cache
+from shutil import rmtree
 
 import torch
 from torch import nn
@@ -96,6 +97,14 @@ def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None):
 def reference(**options):
     """Of both ranks; the same for all that are compared with it."""
     return ranks(lambda rank: plain(rank, MEMORY, **options))
+
+
+def remove(rank, folder):
+    """By one rank, when no other uses it, and before any goes on."""
+    torch.distributed.barrier()
+    if rank == 0:
+        rmtree(folder)
+    torch.distributed.barrier()
 
 
 def weights_of(module):

@@ -15,6 +15,7 @@ from gradlane.integrations.accelerate import attach_accelerate, log_metrics  # n
 from .launched import (  # noqa: E402
     MEMORY,
     STEPS,
+    WORLD,
     Model,
     all_batches,
     equal,
@@ -87,8 +88,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
         assert losses == wanted[0]
         assert torch.equal(weights, wanted[1])
     for checkpoint in ("checkpoint_0", "checkpoint_1"):
-        files = sorted(path.name for path in (tmp_path / "checkpoints" / checkpoint / "gradlane").iterdir())
-        assert files == ["rank0.pt", "rank1.pt"]
+        assert len(list((tmp_path / "checkpoints" / checkpoint / "gradlane").iterdir())) >= WORLD
 
 
 def logged(rank, folder):
@@ -147,7 +147,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert inside == unprepared
     assert "attach_accelerate(accelerator, model, strategy)" in swapped
     assert "swap" in twice
-    assert "gradlane/rank0.pt" in no_folder
+    assert "without/gradlane" in no_folder
     assert "call accelerator.load_state before attach_accelerate" in no_folder
     assert "fp16_compress_hook" in hook
 

@@ -1,7 +1,6 @@
 """The Trainer of transformers with a tiny GPT-2 made from nothing, on two processes."""
 
 from functools import cache
-from shutil import rmtree
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.transformers import attach_trainer  # noqa: E402
 
-from .launched import BATCH, MEMORY, RATE, STEPS, WORLD, equal, ranks, weights_of  # noqa: E402
+from .launched import BATCH, MEMORY, RATE, STEPS, WORLD, equal, ranks, remove, weights_of  # noqa: E402
 
 
 def tiny():
@@ -114,11 +113,8 @@ def interrupted(rank, folder, where):
     whole = trainer(folder, epochs=2, save_strategy="steps", save_steps=6, save_total_limit=2)
     attach_trainer(whole, MEMORY)
     whole.train()
-    kept = {path.name: sorted(file.name for file in path.glob("gradlane/*")) for path in folder.iterdir()}
-    torch.distributed.barrier()
-    if rank == 0:
-        rmtree(folder / "checkpoint-16")  # of the end
-    torch.distributed.barrier()
+    kept = {path.name: len(list(path.glob("gradlane/*"))) for path in folder.iterdir()}
+    remove(rank, folder / "checkpoint-16")  # of the end
     resumed = trainer(folder, epochs=2)
     attach_trainer(resumed, MEMORY)
     resumed.train(resume_from_checkpoint=where if where is True else str(folder / where))
@@ -131,7 +127,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(where, tmp_path):
         assert len(losses) == 2 * STEPS
         assert resumed_losses == losses[12:]
         assert torch.equal(resumed_weights, weights)
-        assert kept == {name: ["rank0.pt", "rank1.pt"] for name in ("checkpoint-12", "checkpoint-16")}
+        assert kept.keys() == {"checkpoint-12", "checkpoint-16"}
+        assert min(kept.values()) >= WORLD
 
 
 def logged(rank, folder):
@@ -172,7 +169,7 @@ def refused(rank, folder):
     assert message(OSError, run.train) == "the disk is full"
     with pytest.raises(WrongState, match="closed"):
         comm.attachment.swap("Mean()")
-    (folder / f"checkpoint-2/gradlane/rank{rank}.pt").unlink()
+    remove(rank, folder / "checkpoint-2" / "gradlane")
     again = trainer(folder)
     attach_trainer(again, "Mean()")
     found += [message(InvalidValue, again.train, resume_from_checkpoint=str(folder / "checkpoint-2"))]
@@ -186,7 +183,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     turned, twice, no_folder = ranks(refused, tmp_path)[0]
     assert "attach_trainer(trainer, strategy)" in turned
     assert "make a new Trainer" in twice
-    assert "checkpoint-2/gradlane/rank0.pt" in no_folder
+    assert "checkpoint-2/gradlane" in no_folder
     assert "attach_trainer(..., resume=False)" in no_folder
 
 
