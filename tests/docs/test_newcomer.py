@@ -20,7 +20,6 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 INSTALLING = {
     "python3 -m venv .venv",
     ". .venv/bin/activate",
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     'pip install "../gradlane[cli]"',
 }
 
