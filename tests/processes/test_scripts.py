@@ -49,8 +49,10 @@ def test_every_end_is_a_clean_one(ending, repeat, tmp_path):
         assert re.search(r"[\d,]+ bytes sent by each rank, ratio 2.00", done.stdout)
 
 
-def test_the_example_learns():
-    done = torchrun(ROOT / "examples" / "train.py", "--steps", "41", "--strategy", "Mean()")
+@pytest.mark.parametrize("example", ["train.py", "own_loop.py"])
+def test_the_example_learns(example):
+    done = torchrun(ROOT / "examples" / example, "--steps", "41", "--strategy", "Mean()")
+    assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2
