@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradlane as gl
+from gradlane.kernels import native
 
 from ..catalogue import MajorityVote
 
@@ -27,8 +28,9 @@ def test_fp16_counts_what_it_loses():
         gl.Cast(gl.Mean(), torch.float16), [3e5, 1e-9, -2e-9, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0, 0.0]
     )
     assert math.isinf(mean[0])
-    # The second rank sees that the sum is infinite, too, where its own part was not.
-    assert simulation.figures == {"overflow": 1, "overflow_sum": 2, "underflow": 2}
+    # The second rank looks at the sum only if no kernel has told it that its own part is small.
+    sums = 1 if native.native() else 2
+    assert simulation.figures == {"overflow": 1, "overflow_sum": sums, "underflow": 2}
 
 
 def test_fp16_counts_sums_that_are_too_large():
