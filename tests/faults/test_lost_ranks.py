@@ -126,7 +126,7 @@ def told(what, seconds):
     print(f"{what}: {len(seconds)} blows, the last survivor raised after {max(seconds):.2f} s at most")
 
 
-@pytest.mark.parametrize("name", ["mean", "powersgd"])
+@pytest.mark.parametrize("name", [pytest.param("mean", marks=pytest.mark.slow), "powersgd"])
 def test_killed_at_four_points(name):
     chance = drawing(f"kill one, {name}")
     told(name, [kill_one(name, Blow.drawn(chance)) for _ in range(4)])
@@ -164,7 +164,7 @@ def _train_to_the_end(rank, name, victim):
     return replicas_equal(ddp.parameters())
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_stopped_for_a_while_is_not_lost(victim):
     chance = drawing(f"stop rank {victim} for a while")
     states = []
@@ -200,7 +200,7 @@ def _attach_without(rank, victim):
     return time.monotonic() - start, caught.value.rank
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_before_attach(victim):
     """Also the rank that hosts the store, of whom torch's store would wait for an answer for ever."""
     story = run(attach_without_one, WORLD, victim, deadline=30, victim=victim)

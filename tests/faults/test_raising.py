@@ -89,6 +89,7 @@ def test_every_kind_of_state_survives(phase):
     check(list(zip(STATEFUL, points(phase, len(STATEFUL)), strict=True)), 5, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_hundred_further_steps(phase):
     check([(STATEFUL[number], point) for number, point in enumerate(points(phase, 2))], 100, 60)

@@ -129,6 +129,7 @@ def check(tmp_path, seed, kills):
     return len(lost)
 
 
+@pytest.mark.slow
 def test_two_restarts(tmp_path):
     assert check(tmp_path, 0, 2) == 2
 
@@ -139,6 +140,7 @@ def test_three_restarts(run, tmp_path):
     assert check(tmp_path, run + 1, 3) == 3
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on(tmp_path):
     """And plain torchrun, without restarts."""
     few = undisturbed(tmp_path, 40)
