@@ -111,8 +111,7 @@ class Attachment:
         are yours to save. See docs/checkpoints.md.
         """
         self._must_be_between_steps("save")
-        self._feed.expect(rebuilt_buckets(self._model()))
-        save(self._board, Path(path), self._subject())
+        save(self._board, Path(path), self._subject(), self._layout_to_come)
 
     def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Go on where ``save`` was called, with any number of ranks. Call it on every rank.
@@ -124,6 +123,10 @@ class Attachment:
         self._must_be_open()
         loaded = load(self._board, Path(path), self._subject(), strict)
         self._feed.go_to(loaded.step, loaded.layout)
+
+    def _layout_to_come(self) -> list[list[str]]:
+        self._feed.expect(rebuilt_buckets(self._model()))
+        return self._feed.layout()
 
     def _subject(self) -> Subject:
         text = describe(self.strategy, shared_only=True)
