@@ -32,9 +32,6 @@ html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
 
-# docs/reliability.md links to pages that come with other parts of the library.
-suppress_warnings = ["myst.xref_missing"]
-
 
 def readable(app, what, name, obj, options, signature, returns):
     """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed."""

@@ -104,8 +104,9 @@ class AtWork(ABC):
         module = self._module()
         return {} if module is None else dict(module.named_parameters())
 
-    def _about_to_save(self) -> None:
-        self._feed.settle()
+    def _layout_to_come(self) -> list[list[str]]:
+        """The buckets of the next step; all ranks ask together."""
+        return self._feed.layout()
 
     @property
     def step(self) -> int:
@@ -155,8 +156,8 @@ class AtWork(ABC):
         are yours to save. See docs/checkpoints.md.
         """
         self._must_be_between_steps("save")
-        self._about_to_save()
-        save(self._board, Path(path), self._subject())
+        self._feed.settle()
+        save(self._board, Path(path), self._subject(), self._layout_to_come)
 
     def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Go on where ``save`` was called, with any number of ranks. Call it on every rank.

@@ -61,9 +61,9 @@ class Attachment(AtWork):
     def _name_of(self, index: int, place: int, parameter: Tensor) -> str:
         return self._names.get(id(parameter)) or f"bucket{index}.{place}"
 
-    def _about_to_save(self) -> None:
-        super()._about_to_save()
+    def _layout_to_come(self) -> list[list[str]]:
         self._feed.expect(rebuilt_buckets(self._ddp()))
+        return super()._layout_to_come()
 
     def _alike(self) -> dict[str, Tensor]:
         """But for those that DDP was told to leave alone."""

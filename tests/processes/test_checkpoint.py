@@ -132,10 +132,10 @@ def test_who_may_load_it(tmp_path):
         )
         assert "strict=False" in told["strategy"]
         assert "it has cube [2, 3, 24] float32 trained, this model has" in told["model"]
-        assert [text.partition(" has ")[0] for text in told["left out"]] == [
+        assert [" ".join(text.split()[:5]) for text in told["left out"]] == [
             "load: left out ErrorFeedback.memory: 'cube'",
-            "load: left out ErrorFeedback.memory: 'spare.bias' is no parameter of this model",
-            "load: left out ErrorFeedback.memory: 'spare.weight' is no parameter of this model",
+            "load: left out ErrorFeedback.memory: 'spare.bias'",
+            "load: left out ErrorFeedback.memory: 'spare.weight'",
         ]
         assert "no manifest.json in" in told["nothing there"]
         assert "rank 1 cannot load" in told["one rank"]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import gradlane as gl
+from gradlane.core.across import Expected
 
 
 def bucket(*slots):
@@ -65,3 +66,35 @@ def test_refuses_another_shape_and_other_things():
 
 def test_can_be_narrower_than_the_gradient():
     assert gl.Memory(torch.bfloat16).like(bucket(A)).dtype == torch.bfloat16
+
+
+SLOTS = {"a": Expected(torch.Size([2]), torch.float32), "b": Expected(torch.Size([3]), torch.float32)}
+
+
+def test_what_fits_a_model_and_what_does_not():
+    state = {
+        "a": torch.ones(2),
+        "b": torch.ones(1, 3),
+        "c": torch.ones(1),
+        "d": torch.tensor([1]),
+        "e": torch.tensor([torch.nan]),
+        "f": "text",
+    }
+    kept, wrong = gl.Memory().fitting(state, SLOTS)
+    assert list(kept) == ["a"]
+    assert [text.split()[0] for text in wrong] == ["'b'", "'c'", "'d'", "'e'", "'f'"]
+    kept, wrong = gl.Memory(any_shape=True).fitting(state, SLOTS)
+    assert list(kept) == ["a", "b", "c"]
+    assert "not finite" in wrong[1]
+    kept, wrong = gl.Memory(torch.bfloat16).fitting({"a": torch.ones(2)}, SLOTS)
+    assert wrong == ["'a' is of torch.float32, this memory is of torch.bfloat16"]
+
+
+def test_sums_over_ranks_or_the_same_on_all():
+    saved = [{"a": torch.full((2,), float(2**rank))} for rank in range(5)]
+    sums = [gl.Memory().carried(saved, rank, 2)["a"][0].item() for rank in range(2)]
+    assert sums == [1 + 4 + 16, 2 + 8]
+    assert gl.Memory().carried(saved[:2], 2, 3) == {}
+    assert gl.Memory(shared=True).carried(saved, 4, 6)["a"][0] == 1
+    with pytest.raises(gl.InvalidValue, match="different shapes"):
+        gl.Memory().carried([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}], 0, 1)

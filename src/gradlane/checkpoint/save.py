@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,16 +15,16 @@ from ..lane.open import refuse_differences
 from .folder import checkpoints_in, clean, commit, remove, write_whole
 from .manifest import FORMAT, file_name, manifest_of
 from .rankfile import Receipt, write
-from .subject import Subject, slots_of
+from .subject import Layout, Subject, slots_of
 from .together import all_leave, attempted, first_failure, nothing, patient
 from .tree import part_at
 
 
-def save(board: Board, path: Path, subject: Subject) -> None:
+def save(board: Board, path: Path, subject: Subject, layout: Callable[[], Layout]) -> None:
     """All ranks together. Until rank 0 has put the manifest in its place the old checkpoint is in force, and
-    its files are removed only when all ranks see the new one."""
-    layout = sha256(repr(subject.layout).encode()).hexdigest()
-    same = {"step": subject.step, "strategy": subject.text, "layout": layout}
+    its files are removed only when all ranks see the new one. ``layout`` is asked when all are there: it may
+    be a collective."""
+    same = {"step": subject.step, "strategy": subject.text}
     token, notes = board.agree("save/begin", {**same, "has": _tokens(path)}, doing="save")
     try:
         refuse_differences(notes, tuple(same), "save")
@@ -31,18 +33,19 @@ def save(board: Board, path: Path, subject: Subject) -> None:
         raise
     keep = common_token([note["has"] for note in notes])
     name = file_name(board.rank, board.world, token)
+    subject = replace(subject, layout=layout())
+    board = patient(board, subject.largest_file())
 
     mine, error = attempted(lambda: _write_own(path, name, token, board, subject))
     notes = _agreed(board, "written", mine, error, path, name)
     manifest = manifest_of(subject, token, [Receipt(note["size"], note["sha256"]) for note in notes])
 
-    if board.rank == 0:
-        mine, error = attempted(nothing(lambda: commit(path, manifest, keep)))
-    _agreed(board, "committed", mine, error, path, name)
+    mine, error = attempted(nothing(lambda: board.rank == 0 and commit(path, manifest, keep)))
+    _agreed(board, "committed", mine, error, path)  # from here on the files may be in force: they stay
 
     # Who does not see it has a disk of its own, and writes the same bytes there.
     mine, error = attempted(nothing(lambda: commit(path, manifest, keep)))
-    _agreed(board, "seen", mine, error, path, None)
+    _agreed(board, "seen", mine, error, path)
     clean(path, manifest)
 
 
@@ -62,22 +65,29 @@ def _write_own(path: Path, name: str, token: str, board: Board, subject: Subject
         "parts": [[list(leaf.path), leaf.owner] for leaf in parts],
     }
     path.mkdir(parents=True, exist_ok=True)
-    return write_whole(path, name, lambda file: write(file, head, state))._asdict()
+    buckets = sha256(repr(subject.layout).encode()).hexdigest()
+    return {"layout": buckets, **write_whole(path, name, lambda file: write(file, head, state))._asdict()}
 
 
 def _agreed(
-    board: Board, what: str, mine: Document, error: BaseException | None, path: Path, name: str | None
+    board: Board, what: str, mine: Document, error: BaseException | None, path: Path, name: str | None = None
 ) -> list[Document]:
-    size = int(mine.get("size", 0))
-    _, notes = patient(board, size).agree(f"save/{what}", mine, doing="save")
-    if (failure := first_failure(notes)) is not None:
-        if name is not None:
-            remove(path, [name])
-        raise NotSaved(
-            f"rank {failure[0]} could not save to {path}: {failure[1]}; nothing was saved, and a checkpoint "
-            "that was there before is as it was"
-        ) from error
-    return notes
+    _, notes = board.agree(f"save/{what}", mine, doing="save")
+    failure = first_failure(notes) or _odd_one(notes)
+    if failure is None:
+        return notes
+    left = "a whole checkpoint is there, this one or the one before"
+    if name is not None:
+        remove(path, [name])
+        left = "nothing was saved, and a checkpoint that was there before is as it was"
+    raise NotSaved(f"rank {failure[0]} could not save to {path}: {failure[1]}; {left}") from error
+
+
+def _odd_one(notes: list[Document]) -> tuple[int, str] | None:
+    for rank, note in enumerate(notes):
+        if note.get("layout") != notes[0].get("layout"):
+            return rank, "its buckets are not those of rank 0"
+    return None
 
 
 def _tokens(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,6 +38,10 @@ class Subject:
     parameters: Sequence[Parameter]
     layout: Layout
     """In force; none before the first step."""
+
+    def largest_file(self) -> int:
+        """Bytes that a rank may have to write: four copies of the gradient in fp32, say."""
+        return 16 * sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
 def parameters_of(module: nn.Module) -> list[Parameter]:

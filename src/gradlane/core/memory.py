@@ -22,16 +22,20 @@ class Memory:
     buckets after the first step, so a flat memory follows its parameters into a new layout by name,
     never by position. ``get`` and ``put`` keep one tensor of any shape per name.
 
-    ``shared`` says that all ranks have the same in it, bit for bit. Otherwise it is a rank's own part of a
-    sum over the ranks, which a change of their number keeps as it is.
+    For checkpoints: ``shared`` says that all ranks have the same in it, bit for bit. Otherwise it is a rank's
+    own part of a sum over the ranks, which a change of their number keeps as it is. ``any_shape`` says that
+    what is ``put`` in it has names and shapes of its own; otherwise they must be those of parameters.
 
     An ``undoable`` memory has two buffers for everything: a step writes to the one, and what was before
     it stays in the other until ``keep`` or ``undo`` says which of them counts.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, *, shared: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None = None, *, shared: bool = False, any_shape: bool = False
+    ) -> None:
         self.dtype = dtype
         self.shared = shared
+        self.any_shape = any_shape
         self.undoable = False
         self._flats: dict[Layout, Tensor] = {}
         self._homes: dict[str, Layout] = {}
@@ -164,9 +168,11 @@ class Memory:
         )
 
     def _misfit(self, name: str, tensor: Tensor, slots: Slots) -> str | None:
+        if self.any_shape:
+            return None
         slot = slots.get(name)
         if slot is None:
-            return "is no parameter of this model"
+            return "is no parameter of this model (Memory(any_shape=True) takes any name)"
         if tensor.shape != slot.shape:
             return f"has shape {list(tensor.shape)}, the parameter has {list(slot.shape)}"
         width = self._width(slot.dtype)
