@@ -29,13 +29,11 @@ def batch(step: int) -> torch.Tensor:
 def save(folder: Path, step: int, model, optimizer, attachment: gl.Attachment) -> None:
     """A checkpoint counts when it is whole: its name is written last, in one move."""
     place = folder / f"step-{step}"
-    place.mkdir(parents=True, exist_ok=True)
-    save_strategy(attachment, place)
     if dist.get_rank() == 0:
-        torch.save(
-            {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, place / "model.pt"
-        )
-    dist.barrier()  # all have written
+        place.mkdir(parents=True, exist_ok=True)
+        weights = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(weights, place / "model.pt")
+    attachment.save(place / "strategy")  # what every worker still owes; returns when all have written
     if dist.get_rank() == 0:
         new = folder / "latest.new"
         new.write_text(str(step))
@@ -51,21 +49,8 @@ def load(folder: Path, model, optimizer, attachment: gl.Attachment) -> int:
     saved = torch.load(place / "model.pt", weights_only=True)
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    load_strategy(attachment, place)
+    attachment.load(place / "strategy")  # with any number of workers
     return step
-
-
-def save_strategy(attachment: gl.Attachment, place: Path) -> None:
-    torch.save(attachment.state_dict(), place / f"strategy-{dist.get_rank()}-of-{dist.get_world_size()}.pt")
-
-
-def load_strategy(attachment: gl.Attachment, place: Path) -> None:
-    mine = place / f"strategy-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
-    if mine.exists():
-        attachment.load_state_dict(torch.load(mine, weights_only=True))
-    else:  # another number of workers: what single workers owed is forgotten
-        (first, *_) = sorted(place.glob("strategy-*.pt"))
-        attachment.load_state_dict({**torch.load(first, weights_only=True), "state": {}})
 
 
 def train(folder: Path, strategy: str, steps: int, every: int) -> None:
@@ -99,7 +84,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints")
-    parser.add_argument("--strategy", default="ErrorFeedback(Cast(Mean(), bfloat16))")
+    parser.add_argument("--strategy", default="ErrorFeedback(Sharded(Int4()))")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
     options = parser.parse_args()

@@ -22,7 +22,7 @@ from ..leftovers import children, gone
 from .harness import drawing
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
-STRATEGY = "ErrorFeedback(Cast(Mean(), bfloat16))"
+STRATEGY = "ErrorFeedback(Sharded(Int4()))"
 STEPS, EVERY = 300, 20
 
 
