@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import GradlaneError
-from . import bench, demo, report, trace, train
+from . import bench, demo, doctor, report, trace, train
 
 # Each has NAME, HELP, add_arguments(parser) and run(options); what is heavy is imported in run.
-VERBS = (demo, bench, train, report, trace)
+VERBS = (demo, doctor, bench, train, report, trace)
 
 
 class _Version(argparse.Action):

@@ -51,7 +51,7 @@ def open_lane(
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
         return _on_stream(group, device, listener, None)
     serial = _opened[group] = _opened.get(group, 0) + 1
-    board = Board(_store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
+    board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
     must_agree = {
         **must_agree,
         "parameters": _digest(parameters),
@@ -122,7 +122,7 @@ def backend_of(group: Any, device: torch.device) -> str:
     return backend
 
 
-def _store_of(group: Any) -> dist.Store:
+def store_of(group: Any) -> dist.Store:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()  # type: ignore[no-any-return]
     from torch.distributed import distributed_c10d as c10d

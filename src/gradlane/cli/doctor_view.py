@@ -1,0 +1,105 @@
+"""How a doctor's report looks in a terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..doctor.examine import Report
+from ..doctor.finding import Finding
+from ..doctor.link import Measured
+
+STYLES = {"fine": "green", "note": "cyan", "costs": "yellow", "broken": "bold red"}
+LEGEND = (
+    "Sending by bytes alone; work as measured here on one matrix; one after the other, nothing hidden behind "
+    "backward. `gradlane bench` measures whole steps; docs/compression.md says what each does to training."
+)
+WORTH = 1.1  # times as fast as Mean(); less is noise
+
+
+def print_report(report: Report, rate: str | None) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]gradlane doctor[/bold]: {escape(report.where)}\n")
+    console.print(_findings(report.findings))
+    if report.link is not None:
+        console.print(_link(report.link))
+    elif not report.broken:
+        console.print("One rank has nobody to talk to: nothing to measure.")
+    if report.estimates:
+        console.print(_estimates(report, rate))
+        console.print(_verdict(report))
+        console.print(LEGEND, style="dim")
+    if report.broken:
+        count = sum(finding.level == "broken" for finding in report.findings)
+        console.print(f"\n[bold red]{count} thing{'s' if count > 1 else ''} broken.[/bold red]")
+
+
+def _findings(findings: tuple[Finding, ...]) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for finding in findings:
+        style = STYLES[finding.level]
+        who = f"{finding.who}: " if finding.who else ""
+        grid.add_row(f"[{style}]{finding.level}[/{style}]", escape(finding.topic), escape(who + finding.what))
+        if finding.advice:
+            grid.add_row("", "", f"[dim]->[/dim] {escape(finding.advice)}")
+    return grid
+
+
+def _link(link: Measured) -> str:
+    large = f"one of {_size(link.largest_bytes)} carries {_rate(link.bytes_per_s)} each way"
+    small = f"an all-reduce of 4 bytes takes {_time(link.latency_s)}"
+    return f"\n[bold]Between {link.ranks} ranks[/bold], measured: {small}, {large}\n"
+
+
+def _estimates(report: Report, rate: str | None) -> Table:
+    where = f"a link of {rate}" if rate else "this link"
+    title = f"A gradient of {_count(report.parameters)} parameters on {where}, estimated"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("strategy", overflow="fold", min_width=12)
+    for heading in ("MB", "sending", "work", "together", "x Mean"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    plain = report.estimates[0].seconds
+    for row in report.estimates:
+        table.add_row(
+            escape(row.strategy),
+            f"{row.wire_bytes / 1e6:.1f}",
+            *(_time(seconds) for seconds in (row.sending_s, row.work_s, row.seconds)),
+            f"{plain / row.seconds:.2f}",
+            style="" if plain / row.seconds >= WORTH or row is report.estimates[0] else "dim",
+        )
+    return table
+
+
+def _verdict(report: Report) -> str:
+    plain, *others = report.estimates
+    if all(plain.seconds / row.seconds < WORTH for row in others):
+        return "None of them pays on this link: plain DDP is as good.\n"
+    return f"Those from x {WORTH:g} up would pay, if the gradients are what a step waits for.\n"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def _count(parameters: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if parameters >= size:
+            return f"{parameters / size:g} {unit}"
+    return str(parameters)

@@ -1,0 +1,101 @@
+"""The network interface that Gloo binds to.
+
+torch's Gloo takes the interfaces in GLOO_SOCKET_IFNAME. Without it, it takes the address that the host's own
+name resolves to, if that can be bound, and else the loopback address, which no other host can reach.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+class Binding(NamedTuple):
+    """What Gloo will listen on."""
+
+    address: str
+    name: str
+    """Of the interface, as far as it can be told."""
+    how: str
+    """It was chosen."""
+    missing: str = ""
+    """The interface that was asked for and is not there."""
+
+    @property
+    def loopback(self) -> bool:
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.address).is_loopback
+        return False
+
+    def __str__(self) -> str:
+        speed = interface_speed(self.name)
+        rate = f", {speed / 1000:g} Gbit/s by its driver" if speed else ""
+        return f"{self.name or 'unknown interface'}, {self.address}{rate} ({self.how})"
+
+
+def gloo_binding(environ: Mapping[str, str]) -> Binding:
+    known = addresses()
+    if asked := environ.get(VARIABLE):
+        name = asked.split(",")[0]
+        present = {found for _, found in socket.if_nameindex()}
+        missing = next((one for one in asked.split(",") if one not in present), "")
+        return Binding(known.get(name, ""), name, f"{VARIABLE}={asked}", missing)
+    host = socket.gethostname()
+    for address in _resolved(host):
+        if _can_bind(address):
+            name = next((name for name, own in known.items() if own == address), "")
+            loop = "lo" if ipaddress.ip_address(address).is_loopback else ""
+            return Binding(address, name or loop, f"the host name {host} resolves to it")
+    return Binding(LOOPBACK, "lo", f"the host name {host} does not resolve to an address of this machine")
+
+
+def addresses() -> dict[str, str]:
+    """IPv4 addresses by interface; Linux only, empty elsewhere."""
+    found = {}
+    with suppress(OSError, ImportError):
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has none
+                    request = struct.pack("256s", name.encode()[:15])
+                    answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
+                    found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def candidates() -> list[str]:
+    """Interfaces with an address that others may reach."""
+    return [name for name, own in addresses().items() if not ipaddress.ip_address(own).is_loopback]
+
+
+def interface_speed(name: str) -> int | None:
+    """Mbit/s as the driver says; virtual interfaces say nothing."""
+    with suppress(OSError, ValueError):
+        speed = int(Path("/sys/class/net", name, "speed").read_text())
+        return speed if speed > 0 else None
+    return None
+
+
+def _resolved(host: str) -> list[str]:
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.bind((address, 0))
+        return True
+    return False

@@ -1,0 +1,113 @@
+"""The job that this process is a rank of."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..end import shutdown
+from ..errors import GradlaneError
+from ..lane.agree import Board
+from ..lane.open import store_of
+from .finding import Finding
+from .link import TIMEOUT, Measured, measure
+
+MEET = 60.0  # seconds for all ranks of a job to come
+
+LookHere = Callable[[int, int], list[Finding]]
+"""What one rank sees, told how many ranks are on its host, and how many hosts there are."""
+
+
+class Seen(NamedTuple):
+    where: str
+    rank: int
+    findings: list[Finding]
+    link: Measured | None
+
+
+def in_a_job() -> bool:
+    """Started by torchrun or the like, or with a process group already."""
+    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
+    return launched or (dist.is_available() and dist.is_initialized())
+
+
+def look_at_job(look_here: LookHere, strategies: Sequence[str]) -> Seen:
+    """The ranks tell each other what they see through the store, before anything is connected."""
+    store, rank, world = _met()
+    board = Board(store, "gradlane/doctor", rank, world, MEET)
+    host = socket.gethostname()
+    token, told = board.agree("hosts", {"host": host}, doing="doctor")
+    hosts = [note["host"] for note in told]
+    count = len(set(hosts))
+    board = board.corner(token)
+    own = [dataclasses.asdict(finding) for finding in look_here(hosts.count(host), count)]
+    _, told = board.agree("findings", {"findings": own}, doing="doctor")
+    findings = merged([[Finding(**each) for each in note["findings"]] for note in told], hosts)
+    where = f"{world} rank{'s' if world > 1 else ''} on {count} host{'s' if count > 1 else ''}"
+    unreachable = any(finding.level == "broken" and finding.topic == "interface" for finding in findings)
+    if world == 1 or unreachable:  # they would only wait for each other
+        return Seen(where, rank, findings, None)
+    try:
+        return Seen(where, rank, findings, _measured(board.store("group"), rank, world, strategies))
+    except (RuntimeError, GradlaneError) as error:
+        return Seen(where, rank, [*findings, cannot_connect(error)], None)
+
+
+def _met() -> tuple[dist.Store, int, int]:
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        return store_of(group), dist.get_rank(), dist.get_world_size()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=MEET)))  # type: ignore[no-any-return]
+
+
+def _measured(store: dist.Store, rank: int, world: int, strategies: Sequence[str]) -> Measured:
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    if dist.is_initialized():
+        on_device = nccl and "nccl" in str(dist.get_backend_config())
+        return measure(dist.group.WORLD, _device(on_device), strategies)
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group(
+        "nccl" if nccl else "gloo", store=store, rank=rank, world_size=world, timeout=limit
+    )
+    try:
+        return measure(dist.group.WORLD, _device(nccl), strategies)
+    finally:
+        shutdown()
+
+
+def _device(cuda: bool) -> torch.device:
+    if not cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    torch.cuda.set_device(device)
+    return device
+
+
+def cannot_connect(error: BaseException) -> Finding:
+    reason = str(error).strip().splitlines()[-1][:300]
+    advice = "see that the ranks reach each other: interface, firewall, and the same gradlane everywhere"
+    return Finding("link", "broken", f"could not be measured: {reason}", advice)
+
+
+def merged(told: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """What all ranks found, each thing once, with the ranks that found it where not all did."""
+    ranks: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(told):
+        for finding in findings:
+            ranks.setdefault(finding, []).append(rank)
+    found = []
+    for finding, who in ranks.items():
+        where = ", ".join(dict.fromkeys(hosts[rank] for rank in who))
+        some = f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} ({where})"
+        found.append(finding if len(who) == len(told) else replace(finding, who=some))
+    topics = list(dict.fromkeys(finding.topic for finding in found))
+    return sorted(found, key=lambda finding: topics.index(finding.topic))

@@ -1,0 +1,32 @@
+"""Whether the ranks can reach each other, before they try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .finding import Finding, fine
+from .interface import VARIABLE, Binding, candidates, gloo_binding
+
+
+def look_at_network(environ: Mapping[str, str], hosts: int) -> list[Finding]:
+    """``hosts``: how many machines the job is on."""
+    return [interface_finding(gloo_binding(environ), hosts, candidates())]
+
+
+def interface_finding(binding: Binding, hosts: int, others: list[str]) -> Finding:
+    choose = f"{VARIABLE}={others[0]}" if others else f"{VARIABLE}=NAME of the one that they share"
+    more = f" (or {', '.join(others[1:])})" if len(others) > 1 else ""
+    if binding.missing:
+        what = f"{binding.how}: there is no interface {binding.missing} here"
+        return Finding("interface", "broken", what, f"set {choose}{more}, or unset it")
+    if not binding.loopback:
+        return fine("interface", f"Gloo would use {binding}")
+    if hosts > 1:
+        what = f"Gloo would use {binding}, which the other hosts cannot reach"
+        return Finding("interface", "broken", what, f"set {choose}{more} on every host")
+    return Finding(
+        "interface",
+        "note",
+        f"Gloo would use {binding}",
+        f"fine on one machine; on several: {choose}{more}",
+    )

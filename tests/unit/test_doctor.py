@@ -1,0 +1,168 @@
+"""What the doctor says of machines, networks, environments and DDP models that it is shown."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import gradlane as gl
+from gradlane import doctor
+from gradlane.doctor.environment import look_at_environment
+from gradlane.doctor.finding import Finding
+from gradlane.doctor.interface import Binding, addresses, gloo_binding
+from gradlane.doctor.job import merged
+from gradlane.doctor.link import Measured
+from gradlane.doctor.machine import look_at_machine, threads_finding
+from gradlane.doctor.network import interface_finding
+from gradlane.doctor.price import STRATEGIES, estimates, parse_count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cores", "level", "advice"),
+    [
+        (None, 8, 8, "note", "cores / ranks"),
+        (2, 4, 8, "fine", ""),
+        (2, 8, 8, "costs", "OMP_NUM_THREADS=4"),
+        (2, 1, 8, "note", "OMP_NUM_THREADS=4"),
+        (4, 1, 2, "note", "more ranks than cores"),
+        (1, 1, 1, "fine", ""),
+    ],
+)
+def test_threads_are_compared_with_cores_and_ranks(ranks, threads, cores, level, advice):
+    found = threads_finding(ranks, threads, cores, {})
+    assert found.level == level
+    assert advice in found.advice
+    assert "OMP_NUM_THREADS is not set" in found.what
+
+
+def test_kernels_that_are_switched_off_cost(monkeypatch):
+    monkeypatch.setenv("GRADLANE_KERNELS", "torch")
+    found = {finding.topic: finding for finding in look_at_machine(1, {})}["kernels"]
+    assert found.level == "costs"
+    assert "unset GRADLANE_KERNELS" in found.advice
+    monkeypatch.setenv("GRADLANE_KERNELS", "sse9")
+    found = {finding.topic: finding for finding in look_at_machine(1, {})}["kernels"]
+    assert (found.level, found.advice) == ("broken", "unset GRADLANE_KERNELS")
+
+
+LOOP = Binding("127.0.1.1", "lo", "the host name box resolves to it")
+REAL = Binding("10.1.2.3", "eth0", "the host name box resolves to it")
+
+
+@pytest.mark.parametrize(
+    ("binding", "hosts", "level", "advice"),
+    [
+        (LOOP, 1, "note", "on several: GLOO_SOCKET_IFNAME=eth0 (or ib0)"),
+        (LOOP, 2, "broken", "set GLOO_SOCKET_IFNAME=eth0 (or ib0) on every host"),
+        (REAL, 2, "fine", ""),
+        (Binding("", "eth9", "GLOO_SOCKET_IFNAME=eth9", "eth9"), 1, "broken", "or unset it"),
+        (Binding("::1", "lo", "by name"), 2, "broken", "on every host"),
+    ],
+)
+def test_an_address_that_others_cannot_reach_breaks_jobs_on_several_hosts(binding, hosts, level, advice):
+    found = interface_finding(binding, hosts, ["eth0", "ib0"])
+    assert found.level == level
+    assert advice in found.advice
+
+
+def test_the_interface_follows_the_variable_then_the_host_name(monkeypatch):
+    assert "lo" in addresses()
+    chosen = gloo_binding({"GLOO_SOCKET_IFNAME": "lo"})
+    assert (chosen.address, chosen.loopback, chosen.missing) == ("127.0.0.1", True, "")
+    assert gloo_binding({"GLOO_SOCKET_IFNAME": "nosuch0"}).missing == "nosuch0"
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    fallback = gloo_binding({})
+    assert fallback.loopback
+    assert "does not resolve" in fallback.how
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    assert "localhost resolves to it" in gloo_binding({}).how
+
+
+@pytest.mark.parametrize(
+    ("environ", "nccl", "cuda", "levels"),
+    [
+        ({}, False, False, []),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, False, False, ["broken"]),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False, True, ["costs"]),
+        ({"TORCH_DISTRIBUTED_DEBUG": "INFO"}, False, False, []),
+        ({"NCCL_SOCKET_NTHREADS": "16"}, False, False, []),
+        ({}, True, True, ["note"]),
+        ({"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}, True, True, []),
+        ({"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}, True, True, ["broken"]),
+    ],
+)
+def test_the_environment(environ, nccl, cuda, levels):
+    assert [found.level for found in look_at_environment(environ, nccl=nccl, cuda_build=cuda)] == levels
+
+
+@pytest.fixture
+def alone():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    gl.shutdown()
+
+
+def model():
+    return nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Linear(600, 600))
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_setting_of_ddp_that_costs_is_named_and_no_other():
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    lean = {"gradient_as_bucket_view": True, buffers: False, "bucket_cap_mb": 1}
+
+    def topics(**options):
+        found = doctor.look_at(DistributedDataParallel(model(), **{**lean, **options}))
+        return [(finding.topic, finding.level) for finding in found]
+
+    assert topics() == [("DDP", "fine")]
+    assert topics(find_unused_parameters=True) == [("unused parameters", "costs")]
+    assert topics(find_unused_parameters=True, static_graph=True) == [("unused parameters", "fine")]
+    assert topics(gradient_as_bucket_view=False) == [("gradients", "costs")]
+    assert topics(**{buffers: True}) == [("buffers", "costs")]
+    assert topics(bucket_cap_mb=0.01) == [("buckets", "costs")]
+    assert topics(bucket_cap_mb=25) == [("buckets", "note")]
+    default = doctor.look_at(DistributedDataParallel(model()))
+    assert [finding.topic for finding in default] == ["gradients", "buckets", "buffers"]
+    assert all(finding.advice for finding in default)
+    with pytest.raises(gl.WrongType, match="got Sequential; wrap it first"):
+        doctor.look_at(model())
+
+
+def test_estimates_are_bytes_over_rate_and_work():
+    link = Measured(2, 0.001, 1e6, 1000, dict.fromkeys(STRATEGIES, 1e-9))
+    rows = {row.strategy: row for row in estimates(3 * 2**20 + 5, link)}
+    plain = rows["Mean()"]
+    assert plain.wire_bytes == 4 * (3 * 2**20 + 5)
+    assert plain.sending_s == pytest.approx(plain.wire_bytes / 1e6 + 0.001 * plain.collectives)
+    assert plain.seconds == pytest.approx(plain.sending_s + (3 * 2**20 + 5) * 1e-9)
+    assert rows["Cast(Mean(), bfloat16)"].wire_bytes == plain.wire_bytes // 2
+    assert min(rows.values(), key=lambda row: row.seconds).strategy != "Mean()"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("9.4M", 9_400_000), ("350k", 350_000), ("7b", 7 * 10**9), (" 12 ", 12)]
+)
+def test_counts_are_read(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-3", "9.4X", "9e99M", "99999B"])
+def test_counts_that_are_none_are_refused(text):
+    with pytest.raises(gl.InvalidValue, match="write a number such as"):
+        parse_count(text)
+
+
+def test_what_ranks_see_is_told_once_with_those_who_see_it():
+    same, odd = Finding("torch", "fine", "2.13"), Finding("torch", "broken", "2.5", "newer")
+    last = Finding("threads", "note", "few")
+    told = merged([[same, last], [odd, last], [same, last]], ["a", "b", "a"])
+    assert [(finding.what, finding.who) for finding in told] == [
+        ("2.13", "ranks 0, 2 (a)"),
+        ("2.5", "rank 1 (b)"),
+        ("few", ""),
+    ]
