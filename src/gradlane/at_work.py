@@ -153,9 +153,9 @@ class AtWork(ABC):
 
         A crash at any point leaves the old checkpoint of that folder or the new one. If a rank cannot write
         all ranks raise ``NotSaved``. It holds the step and the memory of the strategy; model and optimizer
-        are yours to save. See docs/checkpoints.md.
+        are yours to save. See docs/checkpoints.md. Works after ``close`` too, while the job's store is there.
         """
-        self._must_be_between_steps("save")
+        self._must_not_be_in_a_step("save")
         self._feed.settle()
         save(self._board, Path(path), self._subject(), self._layout_to_come)
 
@@ -237,6 +237,9 @@ class AtWork(ABC):
 
     def _must_be_between_steps(self, doing: str) -> None:
         self._must_be_open()
+        self._must_not_be_in_a_step(doing)
+
+    def _must_not_be_in_a_step(self, doing: str) -> None:
         if self._feed.in_step:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
 

@@ -1,9 +1,9 @@
 """Two ranks that a framework takes for those of torchrun, and the training it is compared with."""
 
 import os
+import re
 import warnings
-from functools import cache
-from shutil import rmtree
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -18,15 +18,16 @@ WORLD = 2
 BATCH = 4
 STEPS = 8  # of an epoch, on each rank
 RATE = 0.05
+FILES = ["manifest.json", "rank-00000-of-00002", "rank-00001-of-00002"]
 
 
-def ranks(function, *args, deadline=90.0):
-    """``function(rank, *args)`` on two ranks; the process group is there, and a framework uses it."""
-    return run_ranks(function, WORLD, *args, deadline=deadline, prepare=_as_under_torchrun)
+def ranks(function, *args, world=WORLD, deadline=90.0):
+    """``function(rank, *args)`` on so many ranks; the process group is there, and a framework uses it."""
+    return run_ranks(function, world, *args, deadline=deadline, prepare=partial(_as_under_torchrun, world))
 
 
-def _as_under_torchrun(rank):
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD, "GROUP_RANK": 0,
+def _as_under_torchrun(world, rank):
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "tests"}  # fmt: skip
     os.environ.update({name: str(value) for name, value in told.items()})
     warnings.simplefilter("ignore")  # frameworks warn of many things that are no concern of ours
@@ -73,10 +74,21 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
 
-def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None):
+def files_in(folder):
+    """The names in a checkpoint of ``Attachment.save``, each without the token that is new in every save."""
+    return sorted(re.sub(r"-\w+\.state$", "", path.name) for path in folder.iterdir())
+
+
+def scaler_of(scaled):
+    """A scale that grows within an epoch: memory in units of an old one would be wrong."""
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaled)
+
+
+def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False):
     """The losses, the weights and the bytes of plain torch DDP with ``gradlane.attach``."""
     model = DistributedDataParallel(Model())
-    attachment = gl.attach(model, strategy)
+    scaler = scaler_of(scaled)
+    attachment = gl.attach(model, strategy, scaler=scaler)
     optimizer = optimizer_of(model)
     losses = []
     for _ in range(epochs):
@@ -85,9 +97,10 @@ def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None):
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = loss_of(model, batch)
             losses.append(loss.item())
-            (loss / accumulate).backward()
+            scaler.scale(loss / accumulate).backward()
             if model.require_backward_grad_sync:
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
     attachment.close()
     return losses, weights_of(model.module), attachment.metrics()["comm/bytes_wire"]
@@ -97,14 +110,6 @@ def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None):
 def reference(**options):
     """Of both ranks; the same for all that are compared with it."""
     return ranks(lambda rank: plain(rank, MEMORY, **options))
-
-
-def remove(rank, folder):
-    """By one rank, when no other uses it, and before any goes on."""
-    torch.distributed.barrier()
-    if rank == 0:
-        rmtree(folder)
-    torch.distributed.barrier()
 
 
 def weights_of(module):

@@ -13,22 +13,26 @@ from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.accelerate import attach_accelerate, log_metrics  # noqa: E402
 
 from .launched import (  # noqa: E402
+    FILES,
     MEMORY,
     STEPS,
-    WORLD,
     Model,
     all_batches,
     equal,
+    files_in,
     loss_of,
     optimizer_of,
     ranks,
     reference,
+    scaler_of,
     weights_of,
 )
 
 
-def prepared(**options):
+def prepared(scaled=False, **options):
     accelerator = Accelerator(cpu=True, **options)
+    if scaled:
+        accelerator.scaler = scaler_of(True)  # Accelerate makes one for fp16, which it has on GPUs only
     model = Model()
     return accelerator, *accelerator.prepare(model, optimizer_of(model), all_batches())
 
@@ -45,8 +49,8 @@ def epoch(accelerator, model, optimizer, loader):
     return losses
 
 
-def trained(rank, accumulate, precision):
-    prepared_here = prepared(gradient_accumulation_steps=accumulate, mixed_precision=precision)
+def trained(rank, accumulate, precision, scaled):
+    prepared_here = prepared(scaled, gradient_accumulation_steps=accumulate, mixed_precision=precision)
     accelerator, model, *_ = prepared_here
     attachment = attach_accelerate(accelerator, model, MEMORY)
     losses = epoch(*prepared_here)
@@ -57,11 +61,16 @@ def trained(rank, accumulate, precision):
 
 @pytest.mark.parametrize(
     ("accumulate", "precision", "plainly"),
-    [(1, "no", {}), (2, "no", {"accumulate": 2}), (1, "bf16", {"autocast": torch.bfloat16})],
-    ids=["fp32", "accumulation", "bf16"],
+    [
+        (1, "no", {}),
+        (2, "no", {"accumulate": 2}),
+        (1, "bf16", {"autocast": torch.bfloat16}),
+        (1, "no", {"scaled": True}),
+    ],
+    ids=["fp32", "accumulation", "bf16", "a scaled loss"],
 )
 def test_it_is_plain_ddp_with_the_same_strategy(accumulate, precision, plainly):
-    found = ranks(trained, accumulate, precision)
+    found = ranks(trained, accumulate, precision, plainly.get("scaled", False))
     assert found[0][2] > 0
     assert equal(found, reference(**plainly))
 
@@ -88,14 +97,17 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
         assert losses == wanted[0]
         assert torch.equal(weights, wanted[1])
     for checkpoint in ("checkpoint_0", "checkpoint_1"):
-        assert len(list((tmp_path / "checkpoints" / checkpoint / "gradlane").iterdir())) >= WORLD
+        assert files_in(tmp_path / "checkpoints" / checkpoint / "gradlane") == FILES
 
 
 def logged(rank, folder):
     prepared_here = prepared(log_with="tensorboard", project_dir=str(folder), gradient_accumulation_steps=2)
     accelerator, model, optimizer, loader = prepared_here
     accelerator.init_trackers("run")
-    attachment = attach_accelerate(accelerator, model, "Cast(Mean(), bfloat16)")
+    attachment = attach_accelerate(
+        accelerator, model, "Cast(Mean(), bfloat16)", nonfinite="raise", verify_every=100
+    )
+    assert (attachment.settings.nonfinite, attachment.settings.verify_every) == ("raise", 100)
     for batch in loader:
         epoch(accelerator, model, optimizer, [batch])
         log_metrics(accelerator, attachment, every=2)
@@ -147,7 +159,8 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert inside == unprepared
     assert "attach_accelerate(accelerator, model, strategy)" in swapped
     assert "swap" in twice
-    assert "without/gradlane" in no_folder
+    assert "no manifest.json" in no_folder
+    assert str(tmp_path / "without" / "gradlane") in no_folder
     assert "call accelerator.load_state before attach_accelerate" in no_folder
     assert "fp16_compress_hook" in hook
 

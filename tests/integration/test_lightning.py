@@ -2,6 +2,7 @@
 
 import os
 import time
+from shutil import rmtree
 
 import pytest
 import torch
@@ -10,28 +11,35 @@ lightning = pytest.importorskip("lightning", reason='needs pip install -e ".[lig
 
 import lightning.pytorch as pl  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, PeerFailed, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.lightning import GradientComm, attach_fabric  # noqa: E402
 
+from ..checkpoints import owed_by, total  # noqa: E402
 from .launched import (  # noqa: E402
+    FILES,
     MEMORY,
     STEPS,
     Model,
     batches_of,
     equal,
+    files_in,
     loss_of,
     network,
     optimizer_of,
     ranks,
     reference,
-    remove,
+    scaler_of,
     weights_of,
 )
+
+HALF = {"autocast": torch.float16, "scaled": True}  # of plain DDP
 
 
 class Module(pl.LightningModule):
@@ -81,8 +89,9 @@ def fitted(rank, options, ddp_options):
         ({}, {"gradient_as_bucket_view": True, "static_graph": True}, {}),
         ({"accumulate_grad_batches": 2}, {"gradient_as_bucket_view": True}, {"accumulate": 2}),
         ({"precision": "bf16-mixed"}, {}, {"autocast": torch.bfloat16}),
+        ({"plugins": [MixedPrecision("16-mixed", "cpu", scaler_of(True))]}, {}, HALF),
     ],
-    ids=["validation in between", "bucket views, static graph", "accumulation", "bf16-mixed"],
+    ids=["validation in between", "bucket views, static graph", "accumulation", "bf16-mixed", "16-mixed"],
 )
 def test_it_is_plain_ddp_with_the_same_strategy(options, ddp_options, plainly):
     found = ranks(fitted, options, ddp_options)
@@ -111,6 +120,39 @@ def test_a_resumed_run_is_the_run_that_never_stopped(checkpoint, tmp_path):
     kept = sorted(path.name for path in tmp_path.glob("*.ckpt") if not path.is_symlink())
     assert kept == ["after-1.ckpt", "after-2.ckpt", "epoch=1.ckpt"]
     assert sorted(path.name for path in tmp_path.glob("*.gradlane")) == [f"{name}.gradlane" for name in kept]
+    assert [files_in(folder) for folder in tmp_path.glob("*.gradlane")] == [FILES] * 3
+
+
+def saved(rank, folder):
+    comm = GradientComm(MEMORY)
+    run = trainer(comm)
+    run.fit(Module(), batches_of(rank))
+    run.save_checkpoint(folder / "a.ckpt")
+    return owed_by(comm.attachment.strategy, 2)
+
+
+def resumed_by_three(rank, folder):
+    module, comm = Module(), GradientComm(MEMORY)
+    found = []
+    module.on_train_batch_start = lambda *_: found.append(
+        (comm.attachment.step, owed_by(comm.attachment.strategy, 3))
+    )
+    run = trainer(comm, epochs=2, devices=3)
+    run.fit(module, batches_of(rank % 2), ckpt_path=str(folder / "a.ckpt"))
+    return *found[0], comm.attachment.step, weights_of(module.network)
+
+
+def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
+    before = ranks(saved, tmp_path)
+    after = ranks(resumed_by_three, tmp_path, world=3)
+    assert [step for step, *_ in after] == [STEPS] * 3
+    assert [step for *_, step, _ in after] == [2 * STEPS] * 3
+    owed, carried = total(before), total([memory for _, memory, *_ in after])
+    assert owed.keys() == carried.keys()
+    assert any(sum_over_ranks.any() for sum_over_ranks in owed.values())
+    for name, sum_over_ranks in owed.items():
+        torch.testing.assert_close(carried[name], sum_over_ranks)
+    assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
 
 
 def fitted_twice(rank):
@@ -146,8 +188,9 @@ def test_a_second_fit_goes_on_and_another_module_begins_anew():
 
 def logged(rank, folder):
     loggers = [CSVLogger(folder, "csv", version=0), TensorBoardLogger(folder, "tensorboard", version=0)]
-    run = trainer(GradientComm("Cast(Mean(), bfloat16)", log_every=4), logger=loggers, log_every_n_steps=1)
-    run.fit(Module(), batches_of(rank))
+    comm = GradientComm("Cast(Mean(), bfloat16)", log_every=4, nonfinite="raise", verify_every=100)
+    trainer(comm, logger=loggers, log_every_n_steps=1).fit(Module(), batches_of(rank))
+    assert (comm.attachment.settings.nonfinite, comm.attachment.settings.verify_every) == ("raise", 100)
 
 
 def test_metrics_arrive_in_the_loggers(tmp_path):
@@ -201,7 +244,10 @@ def refused(rank, folder):
     run.save_checkpoint(folder / "a.ckpt")
     path = str(folder / "a.ckpt")
     found += [message(InvalidValue, GradientComm("Mean()"), epochs=2, path=path)]
-    remove(rank, folder / "a.ckpt.gradlane")
+    torch.distributed.barrier()
+    if rank == 0:
+        rmtree(folder / "a.ckpt.gradlane")
+    torch.distributed.barrier()
     found += [message(InvalidValue, GradientComm(MEMORY), epochs=2, path=path)]
     trainer(GradientComm("Mean()", resume=False), epochs=2).fit(Module(), batches_of(rank), ckpt_path=path)
     return found
@@ -212,8 +258,9 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert "ddp_comm_hook" in hook
     assert "leave it out" in hook
     assert "GradientComm" in second  # Lightning's own words
-    assert "saved by ErrorFeedback(Gathered(TopK(ratio=0.2))), this attachment runs Mean()" in other_strategy
-    assert "a.ckpt.gradlane" in no_folder
+    assert "saved by ErrorFeedback(Gathered(TopK(ratio=0.2))), this run has Mean()" in other_strategy
+    assert "no manifest.json" in no_folder
+    assert str(tmp_path / "a.ckpt.gradlane") in no_folder
     assert "GradientComm(..., resume=False)" in no_folder
 
 
@@ -223,8 +270,8 @@ def test_a_trainer_without_ddp_is_refused():
         run.fit(Module(), batches_of(0), batches_of(0))
 
 
-def with_fabric(rank):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+def with_fabric(rank, plugins):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=plugins)
     fabric.launch()
     model = Model()
     with pytest.raises(WrongType, match=r"fabric\.setup"):
@@ -247,8 +294,13 @@ def with_fabric(rank):
     return losses, weights_of(model), attachment.metrics()["comm/bytes_wire"]
 
 
-def test_fabric_is_plain_ddp_with_the_same_strategy():
-    assert equal(ranks(with_fabric), reference(accumulate=2))
+@pytest.mark.parametrize(
+    ("plugins", "plainly"),
+    [([], {}), ([FabricMixedPrecision("16-mixed", "cpu", scaler_of(True))], HALF)],
+    ids=["fp32", "16-mixed"],
+)
+def test_fabric_is_plain_ddp_with_the_same_strategy(plugins, plainly):
+    assert equal(ranks(with_fabric, plugins), reference(accumulate=2, **plainly))
 
 
 def test_fabric_without_ddp_is_refused():

@@ -1,6 +1,7 @@
 """The Trainer of transformers with a tiny GPT-2 made from nothing, on two processes."""
 
 from functools import cache
+from shutil import rmtree
 
 import pytest
 import torch
@@ -22,7 +23,19 @@ import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.transformers import attach_trainer  # noqa: E402
 
-from .launched import BATCH, MEMORY, RATE, STEPS, WORLD, equal, ranks, remove, weights_of  # noqa: E402
+from .launched import (  # noqa: E402
+    BATCH,
+    FILES,
+    MEMORY,
+    RATE,
+    STEPS,
+    WORLD,
+    equal,
+    files_in,
+    ranks,
+    scaler_of,
+    weights_of,
+)
 
 
 def tiny():
@@ -69,11 +82,12 @@ def trainer(folder, *, epochs=1, accumulate=1, evaluates=False, callbacks=None, 
                    eval_dataset=texts() if evaluates else None, callbacks=callbacks)  # fmt: skip
 
 
-def plain(rank, epochs=1, accumulate=1):
+def plain(rank, epochs=1, accumulate=1, scaled=False):
+    scaler = scaler_of(scaled)
     model = DistributedDataParallel(tiny())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses = []
-    with gl.attach(model, MEMORY) as attachment:
+    with gl.attach(model, MEMORY, scaler=scaler) as attachment:
         for _ in range(epochs):
             for step in range(STEPS):
                 first = BATCH * (WORLD * step + rank)
@@ -81,9 +95,10 @@ def plain(rank, epochs=1, accumulate=1):
                 model.require_backward_grad_sync = (step + 1) % accumulate == 0
                 loss = model(input_ids=rows, labels=rows).loss
                 losses.append(loss.item())
-                (loss / accumulate).backward()
+                scaler.scale(loss / accumulate).backward()
                 if model.require_backward_grad_sync:
-                    optimizer.step()
+                    scaler.step(optimizer)
+                    scaler.update()
                     optimizer.zero_grad()
         return losses, weights_of(model.module), attachment.metrics()["comm/bytes_wire"]
 
@@ -93,8 +108,10 @@ def reference(**options):
     return ranks(lambda rank: plain(rank, **options))
 
 
-def trained(rank, folder, accumulate):
+def trained(rank, folder, accumulate, scaled):
     run = trainer(folder, accumulate=accumulate)
+    if scaled:
+        run.accelerator.scaler = scaler_of(True)  # there is one for fp16, on GPUs only
     comm = attach_trainer(run, MEMORY)
     run.train()
     with pytest.raises(WrongState, match="closed"):
@@ -102,19 +119,26 @@ def trained(rank, folder, accumulate):
     return run.losses, weights_of(run.model), comm.attachment.metrics()["comm/bytes_wire"]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_is_plain_ddp_with_the_same_strategy(accumulate, tmp_path):
-    found = ranks(trained, tmp_path, accumulate)
+@pytest.mark.parametrize(
+    ("accumulate", "scaled"),
+    [(1, False), (2, False), (1, True)],
+    ids=["fp32", "accumulation", "a scaled loss"],
+)
+def test_it_is_plain_ddp_with_the_same_strategy(accumulate, scaled, tmp_path):
+    found = ranks(trained, tmp_path, accumulate, scaled)
     assert found[0][2] > 0
-    assert equal(found, reference(accumulate=accumulate))
+    assert equal(found, reference(accumulate=accumulate, scaled=scaled))
 
 
 def interrupted(rank, folder, where):
     whole = trainer(folder, epochs=2, save_strategy="steps", save_steps=6, save_total_limit=2)
     attach_trainer(whole, MEMORY)
     whole.train()
-    kept = {path.name: len(list(path.glob("gradlane/*"))) for path in folder.iterdir()}
-    remove(rank, folder / "checkpoint-16")  # of the end
+    kept = {path.name: files_in(path / "gradlane") for path in folder.iterdir()}
+    torch.distributed.barrier()
+    if rank == 0:
+        rmtree(folder / "checkpoint-16")  # of the end
+    torch.distributed.barrier()
     resumed = trainer(folder, epochs=2)
     attach_trainer(resumed, MEMORY)
     resumed.train(resume_from_checkpoint=where if where is True else str(folder / where))
@@ -127,14 +151,14 @@ def test_a_resumed_run_is_the_run_that_never_stopped(where, tmp_path):
         assert len(losses) == 2 * STEPS
         assert resumed_losses == losses[12:]
         assert torch.equal(resumed_weights, weights)
-        assert kept.keys() == {"checkpoint-12", "checkpoint-16"}
-        assert min(kept.values()) >= WORLD
+        assert kept == {"checkpoint-12": FILES, "checkpoint-16": FILES}
 
 
 def logged(rank, folder):
     run = trainer(folder, report_to="tensorboard", eval_strategy="epoch", evaluates=True)
-    attach_trainer(run, "Cast(Mean(), bfloat16)")
+    comm = attach_trainer(run, "Cast(Mean(), bfloat16)", nonfinite="raise", verify_every=100)
     run.train()
+    assert (comm.attachment.settings.nonfinite, comm.attachment.settings.verify_every) == ("raise", 100)
     return run.state.log_history
 
 
@@ -169,7 +193,10 @@ def refused(rank, folder):
     assert message(OSError, run.train) == "the disk is full"
     with pytest.raises(WrongState, match="closed"):
         comm.attachment.swap("Mean()")
-    remove(rank, folder / "checkpoint-2" / "gradlane")
+    torch.distributed.barrier()
+    if rank == 0:
+        rmtree(folder / "checkpoint-2" / "gradlane")
+    torch.distributed.barrier()
     again = trainer(folder)
     attach_trainer(again, "Mean()")
     found += [message(InvalidValue, again.train, resume_from_checkpoint=str(folder / "checkpoint-2"))]
@@ -183,7 +210,8 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     turned, twice, no_folder = ranks(refused, tmp_path)[0]
     assert "attach_trainer(trainer, strategy)" in turned
     assert "make a new Trainer" in twice
-    assert "checkpoint-2/gradlane" in no_folder
+    assert "no manifest.json" in no_folder
+    assert str(tmp_path / "checkpoint-2" / "gradlane") in no_folder
     assert "attach_trainer(..., resume=False)" in no_folder
 
 

@@ -148,6 +148,21 @@ def test_wrong_use_is_told_what_to_do():
     assert run_ranks(wrong_use, 2) == [True, True]
 
 
+def saved_after_close(rank, folder):
+    ddp = DistributedDataParallel(build())
+    with gl.attach(ddp, "ErrorFeedback(Gathered(TopK(0.2)))") as attachment:
+        ddp(data(rank, 0)).backward()
+    attachment.save(folder)
+    before = str(attachment.strategy.state_dict())
+    with gl.attach(ddp, "ErrorFeedback(Gathered(TopK(0.2)))") as again:
+        again.load(folder)
+        return again.step, str(again.strategy.state_dict()) == before, "tensor" in before
+
+
+def test_what_a_closed_attachment_remembers_can_be_saved(tmp_path):
+    assert run_ranks(saved_after_close, 2, str(tmp_path / "saved")) == [(1, True, True)] * 2
+
+
 def test_attach_before_init():
     with pytest.raises(gl.WrongState, match=r"call torch.distributed.init_process_group first"):
         gl.attach(build(), gl.Mean())

@@ -18,8 +18,9 @@ from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..lane.base import DEFAULT_TIMEOUT
+from ..lane.guard import Policy
 from ..report.sink import Observer
-from . import rank_files
+from .resume import go_on
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, list[RemovableHandle]] = (
     weakref.WeakKeyDictionary()
@@ -34,23 +35,28 @@ def attach_accelerate(
     observer: Observer | Iterable[Observer] | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
+    nonfinite: Policy = "skip",
+    verify_every: int | None = None,
 ) -> Attachment:
     """``gradlane.attach`` for a model that ``accelerator.prepare`` has returned; the options are the same.
 
-    From now on ``accelerator.save_state`` also writes the memory of each rank, into the folder ``gradlane``
-    of the checkpoint, and ``load_state`` reads it. To load a checkpoint that has none, call ``load_state``
-    before this.
+    The scaler is the accelerator's own. From now on ``accelerator.save_state`` also writes the memory of each
+    rank, into the folder ``gradlane`` of the checkpoint, and ``load_state`` reads it. To load a checkpoint
+    that has none, call ``load_state`` before this.
     """
     ddp, place = _prepared(accelerator, model)
-    attachment = attach(ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+    attachment = attach(
+        ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
+        nonfinite=nonfinite, scaler=accelerator.scaler, verify_every=verify_every,
+    )  # fmt: skip
     name = f"gradlane_{place}" if place else "gradlane"
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        rank_files.save(attachment, Path(folder) / name)
+        attachment.save(Path(folder) / name)
 
     def load(models: list[nn.Module], folder: str) -> None:
         without = "call accelerator.load_state before attach_accelerate"
-        rank_files.load(attachment, Path(folder) / name, without=without)
+        go_on(attachment, Path(folder) / name, without=without)
 
     for handle in _hooks.pop(ddp, []):
         handle.remove()  # of an attachment that was closed

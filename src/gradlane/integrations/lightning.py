@@ -16,14 +16,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attachment import Attachment, as_strategy
+from ..attachment import Attachment
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..lane.base import DEFAULT_TIMEOUT
+from ..lane.guard import Policy
 from ..report.sink import Observer
-from . import rank_files
+from ..strategies.given import as_strategy
 from .lightning_checkpoints import folder_beside, is_local, write_folders_beside
+from .resume import go_on
 
 START_ANEW = "GradientComm(..., resume=False)"
 
@@ -38,7 +40,8 @@ class GradientComm(Callback):
 
     Args:
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
-        observer, timeout, ranks_per_node: as for ``gradlane.attach``.
+        observer, timeout, ranks_per_node, nonfinite, verify_every: as for ``gradlane.attach``; the scaler
+            is that of the trainer's precision.
         log_every: steps between two lots of metrics; the trainer's ``log_every_n_steps`` by default.
         resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
     """
@@ -50,6 +53,8 @@ class GradientComm(Callback):
         observer: Observer | Iterable[Observer] | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         ranks_per_node: int | None = None,
+        nonfinite: Policy = "skip",
+        verify_every: int | None = None,
         log_every: int | None = None,
         resume: bool = True,
     ) -> None:
@@ -57,7 +62,10 @@ class GradientComm(Callback):
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
         self.strategy = as_strategy(strategy)
         self.attachment: Attachment | None = None
-        self._attach = partial(attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+        self._attach = partial(
+            attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
+            nonfinite=nonfinite, verify_every=verify_every,
+        )  # fmt: skip
         self._log_every = log_every
         self._resume = resume
         self._fresh = self.strategy.state_dict()
@@ -90,7 +98,7 @@ class GradientComm(Callback):
             self.strategy = before.strategy  # it may have been swapped
         else:
             self.strategy.load_state_dict(self._fresh)
-        self.attachment = attachment = self._attach(ddp, self.strategy)
+        self.attachment = attachment = self._attach(ddp, self.strategy, scaler=trainer.scaler)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
             self._load(attachment, Path(trainer.ckpt_path))
@@ -100,7 +108,7 @@ class GradientComm(Callback):
 
     def _load(self, attachment: Attachment, checkpoint: Path) -> None:
         folder = folder_beside(checkpoint.resolve())  # a link has its folder where the checkpoint is
-        rank_files.load(attachment, folder, without=START_ANEW)
+        go_on(attachment, folder, without=START_ANEW)
         if self._saved_at is not None and attachment.step != self._saved_at:
             raise InvalidValue(
                 f"{folder} is of step {attachment.step}, the checkpoint of step {self._saved_at}: a run was "
@@ -157,8 +165,13 @@ def attach_fabric(
     observer: Observer | Iterable[Observer] | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
+    nonfinite: Policy = "skip",
+    verify_every: int | None = None,
 ) -> Attachment:
-    """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same."""
+    """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
+
+    The scaler is that of Fabric's precision.
+    """
     if not isinstance(module, _FabricModule):
         raise WrongType(
             f"got a {type(module).__name__} that Fabric has not set up; call module = fabric.setup(module) "
@@ -168,7 +181,10 @@ def attach_fabric(
     ddp = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
     if not isinstance(ddp, DistributedDataParallel):
         raise WrongType(_needs_ddp("Fabric", type(fabric.strategy).__name__))
-    return attach(ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+    return attach(
+        ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node, nonfinite=nonfinite,
+        scaler=getattr(fabric.strategy.precision, "scaler", None), verify_every=verify_every,
+    )  # fmt: skip
 
 
 def _needs_ddp(who: str, strategy: str) -> str:

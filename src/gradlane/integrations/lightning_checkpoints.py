@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..attachment import Attachment
-from . import rank_files
 
 
 class Owner(Protocol):
@@ -38,7 +37,7 @@ def write_folders_beside(strategy: Any, owner: Owner) -> None:
         # Checkpoints of weights only have no callbacks in them, and nothing can go on from there.
         if attachment is not None and "callbacks" in checkpoint and is_local(filepath):
             # The folder first: a checkpoint that is there has one, whenever the run is cut off.
-            rank_files.save(attachment, folder_beside(Path(filepath)))
+            attachment.save(folder_beside(Path(filepath)))
         save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove(filepath: Any) -> None:

@@ -13,13 +13,15 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from ..attachment import Attachment, as_strategy
+from ..attachment import Attachment
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..lane.base import DEFAULT_TIMEOUT
+from ..lane.guard import Policy
 from ..report.sink import Observer
-from . import rank_files
+from ..strategies.given import as_strategy
+from .resume import go_on
 
 FOLDER = "gradlane"  # in each checkpoint
 SHOWN = ("comm/bytes_wire", "comm/ratio", "comm/seconds", "comm/exposed_seconds", "comm/residual_norm")
@@ -32,6 +34,8 @@ def attach_trainer(
     observer: Observer | Iterable[Observer] | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
     ranks_per_node: int | None = None,
+    nonfinite: Policy = "skip",
+    verify_every: int | None = None,
     metrics: Sequence[str] | None = SHOWN,
     resume: bool = True,
 ) -> GradientComm:
@@ -44,7 +48,8 @@ def attach_trainer(
     Args:
         trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
-        observer, timeout, ranks_per_node: as for ``gradlane.attach``.
+        observer, timeout, ranks_per_node, nonfinite, verify_every: as for ``gradlane.attach``; the scaler
+            is the Trainer's own.
         metrics: which of the metrics to log (the Trainer prints what it logs); None for all.
         resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
     """
@@ -62,7 +67,10 @@ def attach_trainer(
             f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
             "or more processes: torchrun --nproc-per-node 2 train.py"
         )
-    attach_it = partial(attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node)
+    attach_it = partial(
+        attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
+        nonfinite=nonfinite, verify_every=verify_every,
+    )  # fmt: skip
     callback = GradientComm(trainer, as_strategy(strategy), attach_it, metrics, resume)
     # First of all: those that report what is logged must find the metrics there.
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -118,10 +126,10 @@ class GradientComm(TrainerCallback):
                 "FSDP, DeepSpeed and tensor parallelism"
             )
         self._strategy.load_state_dict(self._fresh)  # a second train() counts from 0 too
-        self.attachment = self._attach(ddp, self._strategy)
+        self.attachment = self._attach(ddp, self._strategy, scaler=self._trainer.accelerator.scaler)
         if self._checkpoint is not None and self._resume:
             without = "attach_trainer(..., resume=False)"
-            rank_files.load(self.attachment, self._checkpoint / FOLDER, without=without)
+            go_on(self.attachment, self._checkpoint / FOLDER, without=without)
 
     def on_log(
         self,
@@ -146,7 +154,7 @@ class GradientComm(TrainerCallback):
         if self.attachment is None or args.save_only_model or state.is_hyper_param_search:
             return
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        rank_files.save(self.attachment, checkpoint / FOLDER)
+        self.attachment.save(checkpoint / FOLDER)
 
     def _close(self) -> None:
         if self.attachment is not None:
