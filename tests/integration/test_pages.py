@@ -24,7 +24,7 @@ PAGES = [  # the framework, which example of its page, and who starts the proces
 @pytest.mark.parametrize(
     ("framework", "index", "launcher"),
     PAGES,
-    ids=("lightning", "fabric", "accelerate", "transformers", "ray"),
+    ids=("lightning", "fabric", "accelerate", "trainer", "ray"),
 )
 def test_the_example_runs_as_it_stands(framework, index, launcher, tmp_path):
     if importlib.util.find_spec(framework) is None:

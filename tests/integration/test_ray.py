@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-ray = pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
+pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
 pytest.importorskip("ray.train", reason='needs pip install -e ".[ray]"')
 
+import ray  # noqa: E402
 import ray.train.torch  # noqa: E402
 from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
