@@ -9,15 +9,15 @@ import torch
 pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
 pytest.importorskip("ray.train", reason='needs pip install -e ".[ray]"')
 
-import ray  # noqa: E402
-import ray.train.torch  # noqa: E402
-from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+import ray
+import ray.train.torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from torch.nn.parallel import DistributedDataParallel
 
-from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
-from gradlane.integrations.ray import attach_ray, report  # noqa: E402
+from gradlane.errors import InvalidValue, WrongState, WrongType
+from gradlane.integrations.ray import attach_ray, report
 
-from .launched import (  # noqa: E402
+from .launched import (
     FILES,
     MEMORY,
     STEPS,
