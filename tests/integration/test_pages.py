@@ -16,12 +16,15 @@ PAGES = [  # the framework, which example of its page, and who starts the proces
     ("lightning", 1, ()),
     ("accelerate", 0, TORCHRUN),
     ("transformers", 0, TORCHRUN),
+    ("ray", 0, ()),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("framework", "index", "launcher"), PAGES, ids=("lightning", "fabric", "accelerate", "transformers")
+    ("framework", "index", "launcher"),
+    PAGES,
+    ids=("lightning", "fabric", "accelerate", "trainer", "ray"),
 )
 def test_the_example_runs_as_it_stands(framework, index, launcher, tmp_path):
     if importlib.util.find_spec(framework) is None:

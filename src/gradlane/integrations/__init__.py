@@ -1,1 +1,1 @@
-"""Lightning, Accelerate and transformers: one module for each, and only it imports its framework."""
+"""Lightning, Accelerate, transformers, Ray Train: a module for each, and only it imports its framework."""

@@ -1,0 +1,83 @@
+"""Ray Train: ``attach_ray`` in the train loop of a ``TorchTrainer``, and ``report`` in place of Ray's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray.train
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..attachment import Attachment
+from ..core.strategy import Strategy
+from ..ddp import attach
+from ..errors import WrongState, WrongType
+from ..lane.base import DEFAULT_TIMEOUT
+from ..lane.guard import Policy
+from ..lane.scaled import Scaler
+from ..report.sink import Observer
+from .resume import go_on
+
+FOLDER = "gradlane"  # in each checkpoint
+
+
+def attach_ray(
+    model: nn.Module,
+    strategy: Strategy | str,
+    *,
+    observer: Observer | Iterable[Observer] | None = None,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ranks_per_node: int | None = None,
+    nonfinite: Policy = "skip",
+    scaler: Scaler | None = None,
+    verify_every: int | None = None,
+    resume: bool = True,
+) -> Attachment:
+    """``gradlane.attach`` for a model that ``ray.train.torch.prepare_model`` has returned.
+
+    Call it in the train loop, on every worker. Where ``ray.train.get_checkpoint()`` has a checkpoint, as
+    after a restart, it also loads the memory of each rank that ``report`` has put there; ``resume=False``
+    begins with an empty one. The other options are those of ``gradlane.attach``.
+    """
+    if not dist.is_initialized():
+        raise WrongState("there is no process group; call attach_ray in the train loop of a TorchTrainer")
+    ddp = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
+    if not isinstance(ddp, DistributedDataParallel):
+        raise WrongType(
+            f"gradlane works on DDP models, got a {type(ddp).__name__}; call model = "
+            "ray.train.torch.prepare_model(model) first, with ScalingConfig(num_workers=2) or more, and pass "
+            "what it returned"
+        )
+    attachment = attach(
+        ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
+        nonfinite=nonfinite, scaler=scaler, verify_every=verify_every,
+    )  # fmt: skip
+    checkpoint = ray.train.get_checkpoint() if resume else None
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            go_on(attachment, Path(folder) / FOLDER, without="attach_ray(..., resume=False)")
+    return attachment
+
+
+def report(
+    attachment: Attachment, metrics: Mapping[str, Any], save: Callable[[Path], None] | None = None
+) -> None:
+    """``ray.train.report`` with the metrics of the attachment. Every worker calls it, equally often.
+
+    With ``save`` it is a checkpoint: on rank 0 ``save(folder)`` writes model and optimizer, and the memory
+    of each rank goes beside them. Ray gathers the folders of all workers into one.
+    """
+    told = {**metrics, **attachment.metrics()}
+    if save is None:
+        ray.train.report(told)
+        return
+    with TemporaryDirectory() as folder:
+        if ray.train.get_context().get_world_rank() == 0:
+            save(Path(folder))
+        attachment.save(Path(folder) / FOLDER)  # each worker has a folder of its own, as on a disk of its own
+        ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(folder))

@@ -1,0 +1,139 @@
+"""A real local Ray with two workers, which Ray restarts once."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
+pytest.importorskip("ray.train", reason='needs pip install -e ".[ray]"')
+
+import ray
+import ray.train.torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlane.errors import InvalidValue, WrongState, WrongType
+from gradlane.integrations.ray import attach_ray, report
+
+from .launched import (
+    FILES,
+    MEMORY,
+    STEPS,
+    Model,
+    batches_of,
+    files_in,
+    loss_of,
+    optimizer_of,
+    reference,
+    weights_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns of many things that are no concern of ours
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    reference(epochs=2)  # forks, which it must do before Ray has threads here
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+def fit(loop, folder, name, **config):
+    trainer = ray.train.torch.TorchTrainer(
+        loop,
+        train_loop_config={"folder": folder, **config},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
+        ),
+    )
+    return trainer.fit()
+
+
+def two_epochs(config):
+    """The first life ends in the middle of the second epoch, on rank 1."""
+    rank = ray.train.get_context().get_world_rank()
+    model = ray.train.torch.prepare_model(Model())
+    optimizer = optimizer_of(model)
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            model.module.load_state_dict(torch.load(f"{folder}/model.pt"))
+            optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
+
+    def save(folder):
+        torch.save(model.module.state_dict(), folder / "model.pt")
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+    losses = []
+    with attach_ray(model, MEMORY, verify_every=STEPS, nonfinite="raise") as attachment:
+        began = attachment.step
+        for epoch in range(began // STEPS, 2):
+            for index, batch in enumerate(batches_of(rank)):
+                if (began, epoch, index, rank) == (0, 1, 3, 1):
+                    raise OSError("this worker is lost")
+                loss = loss_of(model, batch)
+                losses.append(loss.item())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            report(attachment, {"epoch": epoch}, save=save)
+    torch.save((began, losses, weights_of(model.module)), config["folder"] / f"rank{rank}.pt")
+
+
+def test_a_run_that_ray_restarts_is_the_run_that_never_stopped(local_ray, tmp_path):
+    result = fit(two_epochs, tmp_path, "restarted")
+    for rank, (wanted_losses, wanted, _) in enumerate(reference(epochs=2)):
+        began, losses, weights = torch.load(tmp_path / f"rank{rank}.pt")
+        assert began == STEPS
+        assert losses == wanted_losses[STEPS:]
+        assert torch.equal(weights, wanted)
+    with result.checkpoint.as_directory() as folder:
+        assert files_in(Path(folder) / "gradlane") == FILES
+    assert result.metrics["epoch"] == 1
+    assert result.metrics["comm/bytes_wire"] > 0
+    assert result.metrics["comm/steps"] == STEPS  # of this life
+
+
+def refused(config):
+    rank = ray.train.get_context().get_world_rank()
+    found = []
+
+    def message(error, *args):
+        with pytest.raises(error) as caught:
+            attach_ray(*args)
+        found.append(str(caught.value))
+
+    message(WrongType, Model(), MEMORY)
+    model = ray.train.torch.prepare_model(Model())
+    assert isinstance(model, DistributedDataParallel)
+    attachment = attach_ray(model, MEMORY, resume=False)
+    message(WrongState, model, MEMORY)
+    attachment.close()
+    if ray.train.get_checkpoint() is None:
+        report(attachment, {"life": 1})  # without save: no checkpoint
+        with_nothing_in_it = config["folder"] / "empty"
+        with_nothing_in_it.mkdir(exist_ok=True)
+        (with_nothing_in_it / "model.pt").touch()
+        ray.train.report({"life": 1}, checkpoint=ray.train.Checkpoint.from_directory(with_nothing_in_it))
+        raise OSError("restart me")
+    message(InvalidValue, model, MEMORY)
+    torch.save(found, config["folder"] / f"refused{rank}.pt")
+
+
+def test_what_cannot_work_is_refused_with_a_way_out(local_ray, tmp_path):
+    fit(refused, tmp_path, "refused")
+    for rank in range(2):
+        unprepared, twice, no_folder = torch.load(tmp_path / f"refused{rank}.pt")
+        assert "model = ray.train.torch.prepare_model(model) first" in unprepared
+        assert "swap" in twice
+        assert "no manifest.json" in no_folder
+        assert "attach_ray(..., resume=False)" in no_folder
+
+
+def test_outside_of_a_worker_it_is_refused():
+    with pytest.raises(WrongState, match="train loop of a TorchTrainer"):
+        attach_ray(Model(), MEMORY)
