@@ -242,6 +242,9 @@ def refused(rank, folder):
     run = trainer(GradientComm(MEMORY))
     run.fit(Module(), batches_of(rank))
     run.save_checkpoint(folder / "a.ckpt")
+    run.fit_loop.max_epochs = 2
+    run.fit(run.lightning_module, batches_of(rank))
+    run.save_checkpoint(folder / "b.ckpt")
     path = str(folder / "a.ckpt")
     found += [message(InvalidValue, GradientComm("Mean()"), epochs=2, path=path)]
     torch.distributed.barrier()
@@ -249,12 +252,16 @@ def refused(rank, folder):
         rmtree(folder / "a.ckpt.gradlane")
     torch.distributed.barrier()
     found += [message(InvalidValue, GradientComm(MEMORY), epochs=2, path=path)]
+    if rank == 0:
+        (folder / "b.ckpt.gradlane").rename(folder / "a.ckpt.gradlane")
+    torch.distributed.barrier()
+    found += [message(InvalidValue, GradientComm(MEMORY), epochs=2, path=path)]
     trainer(GradientComm("Mean()", resume=False), epochs=2).fit(Module(), batches_of(rank), ckpt_path=path)
     return found
 
 
 def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
-    hook, second, other_strategy, no_folder = ranks(refused, tmp_path)[0]
+    hook, second, other_strategy, no_folder, other_step = ranks(refused, tmp_path)[0]
     assert "ddp_comm_hook" in hook
     assert "leave it out" in hook
     assert "GradientComm" in second  # Lightning's own words
@@ -262,6 +269,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert "no manifest.json" in no_folder
     assert str(tmp_path / "a.ckpt.gradlane") in no_folder
     assert "GradientComm(..., resume=False)" in no_folder
+    assert "is of step 16, the checkpoint of step 8" in other_step
 
 
 def test_a_trainer_without_ddp_is_refused():
