@@ -103,7 +103,7 @@ def test_overflow_is_counted(name, kind):
     counted = simulation.figures.get("overflow_sum", 0) + simulation.figures.get("overflow", 0)
     if "fp16" in name:
         assert infinite > 0
-    assert infinite <= counted <= 2 * infinite  # by one rank at least, and not where there was none
+    assert infinite <= counted <= 2 * infinite  # by each rank whose own part may have done it
 
 
 @everyone

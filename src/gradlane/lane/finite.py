@@ -21,32 +21,32 @@ class FiniteCheck:
         self.on = False
         self.agreed = False
         """Some rank saw an answer that is not finite in the last step; set when the step ended."""
-        self._looks: list[tuple[Bucket, Tensor | bool]] = []
+        self._answers: list[Bucket] = []
+        self._fine: list[Tensor | bool] = []
 
     def begin(self) -> None:
-        self._looks.clear()
+        self._answers.clear()
+        self._fine.clear()
         self.agreed = False
 
     def look(self, bucket: Bucket, reduced: Reduced) -> None:
         mean = reduced.mean
-        if not self.on or mean.is_meta or (reduced.sound and mean.dtype != torch.float16):
+        if not self.on or mean.is_meta:
             return
-        if mean.device.type == "cpu":
-            fine = all_finite(mean)
-            if fine:
-                return
-            self._looks.append((bucket.with_flat(mean), fine))
-        else:  # the device says so later, when the step has ended: nothing here may wait for it
-            self._looks.append((bucket.with_flat(mean), torch.isfinite(mean).all()))
+        self._answers.append(bucket.with_flat(mean))
+        if reduced.sound and mean.dtype != torch.float16:
+            return
+        # Another device says so later, when the step has ended: nothing here may wait for it.
+        self._fine.append(all_finite(mean) if mean.device.type == "cpu" else torch.isfinite(mean).all())
 
     @property
     def seen(self) -> bool:
         """Whether this rank saw one."""
-        return any(not bool(fine) for _, fine in self._looks)
+        return not all(map(bool, self._fine))
 
     def names(self) -> list[str]:
-        """The parameters with such an answer, as this rank saw it."""
-        return [name for bucket, fine in self._looks if not bool(fine) for name in names_not_finite(bucket)]
+        """The parameters with such an answer; all ranks have the same, whoever looked first."""
+        return [name for answer in self._answers for name in names_not_finite(answer)]
 
 
 def names_not_finite(bucket: Bucket) -> list[str]:

@@ -34,7 +34,8 @@ class FactorMemory(Memory):
         slot = slots.get(name)
         if slot is None:
             return "is no parameter of this model"
-        if len(slot.shape) < 2 or tensor.shape[1] not in (slot.shape[0], slot.shape[1:].numel()):
+        sides = slot.shape[:1].numel(), slot.shape[1:].numel()
+        if len(slot.shape) < 2 or tensor.shape[0] > min(sides) or tensor.shape[1] not in sides:
             return f"has shape {list(tensor.shape)}, which is no factor of a {list(slot.shape)} gradient"
         return None
 
