@@ -127,7 +127,7 @@ def who_may_load(rank, folder):
 def test_who_may_load_it(tmp_path):
     for told in run_ranks(who_may_load, 2, str(tmp_path), deadline=120):
         assert (
-            "saved by ErrorFeedback(Gathered(TopK(ratio=0.1))), this attachment runs WorkerMomentum"
+            "saved by ErrorFeedback(Gathered(TopK(ratio=0.1))), this run has WorkerMomentum"
             in told["strategy"]
         )
         assert "strict=False" in told["strategy"]
@@ -183,6 +183,7 @@ def cannot_write(rank, folder):
         with mock.patch("os.fsync", no_space if rank == 0 else os.fsync):
             fails(folder)
         attachment.strategy.memory.like(_first(attachment)).fill_(torch.inf if rank == 1 else 0.0)
+        attachment.strategy.memory.keep()
         fails(folder)
         torch.distributed.barrier()
         names = sorted(path.name for path in Path(folder).iterdir())
