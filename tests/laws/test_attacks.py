@@ -60,7 +60,7 @@ def one_of_four(rank, text, steps):
         for parameter in ddp.parameters():
             parameter.register_hook(lambda gradient: -10 * gradient)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE)
-    with gl.attach(ddp, text, timeout=30) as attachment:
+    with gl.attach(ddp, text, timeout=30, nonfinite="propagate") as attachment:  # the mean must fail
         for step in range(steps):
             optimizer.zero_grad()
             ddp(*task.batch(64, 0, rank, step)).backward()

@@ -203,8 +203,14 @@ def bench(*arguments, env=None):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heeds_ctrl_c,
         env=env,
     )
+
+
+def _heeds_ctrl_c():
+    """A shell lets what it starts in the background ignore it, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_the_command_prints_a_table_and_writes_json_and_bars(tmp_path):
