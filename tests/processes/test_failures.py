@@ -65,7 +65,7 @@ def fail_at(rank, places):
     return caught, replicas_equal(ddp.parameters()), slowest
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("bucket", "phase"), [(0, 0), (1, 1), (1, 2), (-1, 0), (-1, 1), (-1, 2)])
 def test_an_error_reaches_every_rank_in_its_step(world, bucket, phase):
     who = world - 1
@@ -257,6 +257,7 @@ def _telling(rank, how, timeout):
     tell((rank, story))
 
 
+@pytest.mark.slow  # tests/faults has a quick one
 def test_a_killed_peer_is_named_at_once():
     stories = survivors(signal.SIGKILL, 20.0)
     assert set(stories) == {0, 2}
@@ -266,6 +267,7 @@ def test_a_killed_peer_is_named_at_once():
         assert "rank 1 is gone or did not answer" in message
 
 
+@pytest.mark.slow  # tests/faults has a quick one
 def test_a_stalled_peer_is_named_within_the_time_out():
     stories = survivors(signal.SIGSTOP, 3.0)
     assert set(stories) == {0, 2}
