@@ -67,8 +67,9 @@ def measure(rank: int, folder: str, rounds: int) -> dict:
                 seconds["load"].append(timed(attachment.load, path))
                 seconds["torch.save"].append(timed(plain_save, attachment, plain))
                 seconds["torch.load"].append(timed(plain_load, attachment, plain))
-            files = sorted(file.stat().st_size for file in Path(path).iterdir())
-        figures[name] = {"bytes": files, **{key: statistics.median(value) for key, value in seconds.items()}}
+            sizes = {file.name[:5]: file.stat().st_size for file in Path(path).iterdir()}
+        size = {"bytes of a rank": sizes["rank-"], "bytes of the manifest": sizes["manif"]}
+        figures[name] = {**size, **{key: statistics.median(value) for key, value in seconds.items()}}
     return figures
 
 
@@ -86,7 +87,7 @@ def main() -> None:
         seconds = (
             f"{row['save']:.3f} s {row['load']:.3f} s  {row['torch.save']:.3f} s    {row['torch.load']:.3f} s"
         )
-        print(f"{name:46} {seconds}    {row['bytes'][-1]:,}")
+        print(f"{name:46} {seconds}    {row['bytes of a rank']:,}")
     if options.json:
         document = {
             "what": "checkpoints of 9.4 M parameters, 2 ranks",
