@@ -25,7 +25,7 @@ def _unused(ddp: DistributedDataParallel) -> list[Finding]:
     if not ddp.find_unused_parameters:
         return []
     if ddp.static_graph:
-        what = "find_unused_parameters=True with static_graph=True: looked for in the first step only"
+        what = "find_unused_parameters=True does nothing more with static_graph=True, which finds them once"
         return [fine("unused parameters", what)]
     return [
         Finding(
