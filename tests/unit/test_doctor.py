@@ -109,7 +109,6 @@ def model():
     return nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Linear(600, 600))
 
 
-@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true")
 @pytest.mark.usefixtures("alone")
 def test_each_setting_of_ddp_that_costs_is_named_and_no_other():
     known = inspect.signature(DistributedDataParallel).parameters
