@@ -127,7 +127,7 @@ def test_held_out_text_is_never_trained_on():
     trained, held_out = bytemodel.parted(text)
     assert len(trained) + len(held_out) == len(text)
     known = trained.numpy().tobytes()
-    task = TASKS["bytes"]()
+    task = TASKS["bytes"](64)
     assert len(task.held_out[0]) > 0.8 * bytemodel.WINDOWS
     for inputs, targets in zip(*task.held_out, strict=True):
         assert bytes(inputs.tolist()) + bytes(targets[-1:].tolist()) not in known
@@ -143,6 +143,17 @@ def test_digits_are_learned():
     assert dense[0][-1] < 0.3 * dense[0][0]
     assert document["unit"] == "nats"
     assert 40 < document["results"][0]["to_target_steps"] < 60
+
+
+@pytest.mark.parametrize(("task", "first"), [("bytes", 256 * 32), ("digits", 64 * 32)])
+def test_a_wider_model_sends_what_it_has(task, first):
+    """Its first layer is that wide; in a mean of two ranks each sends as much as there is."""
+    narrow, wide = (run_trial(Plan(task=task, steps=1, batch=1, width=width)) for width in (32, 64))
+    counts = [document["settings"]["parameters"] for document in (narrow, wide)]
+    assert counts[1] - counts[0] > first
+    assert [document["results"][0]["bytes_per_step"] for document in (narrow, wide)] == [
+        4 * n for n in counts
+    ]
 
 
 def test_held_out_digits_are_never_trained_on():

@@ -59,6 +59,11 @@ def test_help_tells_the_verbs_without_torch():
         (("train", "--lr", "nan"), "lr=nan cannot train"),
         (("train", "--optimizer", "lion"), "optimizer 'lion' is not known; use sgd or adam"),
         (("train", "--batch", "0"), "batch=0 holds nothing; use 1 or more"),
+        (
+            ("train", "--width", "66"),
+            "width=66 is no width of the models here; use a multiple of 4 from 4 to 4096",
+        ),
+        (("train", "--task", "digits", "--width", "0"), "width=0 is no width"),
         (("train", "--every", "0"), "every=0 is no number of steps; use 1 or more"),
         (("train", "--target", "inf"), "target=inf is no loss; use a finite number"),
         (("train", "--budget", "0"), "budget=0 is no time to train"),

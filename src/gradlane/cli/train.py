@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=int, help="examples per rank and step (default 8 for bytes, 32 for digits)"
     )
+    parser.add_argument(
+        "--width",
+        type=int,
+        help="of the model's layers: a wider one has larger matrices (default 64 for bytes, 128 for digits)",
+    )
     parser.add_argument("--every", type=int, help="steps between two evaluations (default a 20th of all)")
     parser.add_argument(
         "--target",
@@ -66,7 +71,19 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.record import check_writable, write_json
     from ..trial.plan import Plan
 
-    names = ("task", "ranks", "steps", "seeds", "optimizer", "lr", "batch", "every", "target", "budget")
+    names = (
+        "task",
+        "ranks",
+        "steps",
+        "seeds",
+        "optimizer",
+        "lr",
+        "batch",
+        "width",
+        "every",
+        "target",
+        "budget",
+    )
     chosen = {name: getattr(options, name) for name in names}
     plan = Plan(arms=tuple(options.arm), link=parse_link(options.link), **chosen)
     check_writable(options.json)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from ..errors import InvalidValue
 
 CONTEXT = 64
+HEADS = 4  # of attention, whatever the width
 TEXT_BYTES = 4_000_000
 LEAST_BYTES = 200_000  # less is no text to learn from
 HELD_OUT = 0.1  # of the text, at its end
@@ -67,13 +68,13 @@ def _rows(text: Tensor, starts: Tensor) -> Rows:
 class ByteModel(nn.Module):
     """A small transformer; ``forward`` gives the loss in nats per byte."""
 
-    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, width: int, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.place = nn.Parameter(torch.zeros(CONTEXT, width))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+                width, HEADS, 4 * width, dropout=0.0, batch_first=True, norm_first=True
             )
             for _ in range(layers)
         )

@@ -40,7 +40,7 @@ def drawn(images: Images, size: int, generator: Generator) -> Images:
 class DigitModel(nn.Module):
     """Three layers; ``forward`` gives the loss in nats."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)

@@ -9,7 +9,7 @@ from ..bench.arms import DDP, check_arm
 from ..bench.link import Link
 from ..bench.network import MOST_HOSTS
 from ..errors import InvalidValue
-from .tasks import BATCHES, check_task
+from .tasks import BATCHES, WIDTHS, check_task, check_width
 
 RATES = {"sgd": 0.1, "adam": 3e-3}  # of learning, where none is asked for
 MOST_SEEDS = 30
@@ -30,12 +30,14 @@ class Plan:
     optimizer: str = "sgd"
     lr: float | None = None
     batch: int | None = None
+    width: int | None = None
     every: int | None = None
     target: float | None = None
     budget: float = 900.0
 
     def __post_init__(self) -> None:
         check_task(self.task)
+        check_width(self.layer_width)
         if self.steps < 1:
             raise InvalidValue(f"steps={self.steps} trains nothing; use 1 or more")
         if self.ranks < 2:
@@ -75,6 +77,10 @@ class Plan:
     @property
     def batch_size(self) -> int:
         return BATCHES[self.task] if self.batch is None else self.batch
+
+    @property
+    def layer_width(self) -> int:
+        return WIDTHS[self.task] if self.width is None else self.width
 
     @property
     def interval(self) -> int:

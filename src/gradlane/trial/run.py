@@ -32,7 +32,7 @@ def run_trial(
     """
     torch.set_num_threads(1)  # before any fork: a pool of OpenMP threads does not survive one
     until = time.monotonic() + plan.budget
-    task = TASKS[plan.task]()
+    task = TASKS[plan.task](plan.layer_width)
     runs: Runs = {arm: [] for arm in plan.all_arms}
     ended = "complete"
     with place(plan.ranks, plan.link) as where:
@@ -82,6 +82,7 @@ def _document(
         "steps": plan.steps,
         "seeds": plan.seeds,
         "batch": plan.batch_size,
+        "width": plan.layer_width,
         "optimizer": plan.optimizer,
         "lr": plan.rate,
         "every": plan.interval,

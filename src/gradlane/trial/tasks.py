@@ -50,34 +50,44 @@ class Task:
         return float(torch.stack(losses).sum()) / len(inputs) / self.nats
 
 
-def bytes_task() -> Task:
+def bytes_task(width: int) -> Task:
     trained, held_out = bytemodel.parted(bytemodel.library_source())
     return Task(
         name="bytes",
         unit=UNITS["bytes"],
         nats=math.log(2),
-        model=bytemodel.ByteModel,
+        model=partial(bytemodel.ByteModel, width),
         draw=partial(bytemodel.drawn, trained),
         held_out=bytemodel.held_out_rows(trained, held_out),
     )
 
 
-def digits_task() -> Task:
+def digits_task(width: int) -> Task:
     trained, held_out = digits.digits()
     return Task(
         name="digits",
         unit=UNITS["digits"],
         nats=1.0,
-        model=digits.DigitModel,
+        model=partial(digits.DigitModel, width),
         draw=partial(digits.drawn, trained),
         held_out=held_out,
     )
 
 
-TASKS: dict[str, Callable[[], Task]] = {"bytes": bytes_task, "digits": digits_task}
+TASKS: dict[str, Callable[[int], Task]] = {"bytes": bytes_task, "digits": digits_task}
 BATCHES = {"bytes": 8, "digits": 32}  # of one rank, where none is asked for
+WIDTHS = {"bytes": 64, "digits": 128}  # of the model's layers, likewise
+MOST_WIDTH = 4096
 
 
 def check_task(name: str) -> None:
     if name not in TASKS:
         raise InvalidValue(f"task {name!r} is not known; use {' or '.join(TASKS)}")
+
+
+def check_width(width: int) -> None:
+    if width % bytemodel.HEADS or not bytemodel.HEADS <= width <= MOST_WIDTH:
+        raise InvalidValue(
+            f"width={width} is no width of the models here; use a multiple of {bytemodel.HEADS} from "
+            f"{bytemodel.HEADS} to {MOST_WIDTH}"
+        )
