@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 
 from .at_work import AtWork
+from .core.numbers import is_number
 from .core.strategy import Strategy
 from .errors import InvalidValue, WrongState
-from .lane.base import DEFAULT_TIMEOUT
-from .lane.guard import Guard, Policy
+from .lane.guard import Guard
 from .lane.open import Opened
 from .lane.own_feed import OwnFeed
 from .lane.own_model import (
@@ -26,11 +26,12 @@ from .lane.own_model import (
     uncompiled,
 )
 from .lane.parcel import parcels
-from .lane.scaled import Scaler
-from .report.sink import Observer
-from .settings import Settings, settings_of
+from .settings import ScaledOptions, Settings, settings_of
 from .strategies.given import as_strategy
 from .strategies.text import describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's
 
@@ -50,7 +51,7 @@ class Reducer(AtWork):
         group: the process group; the default one if None.
         bucket_mb: buckets are closed once they hold this much.
 
-    The other arguments are those of ``attach``.
+    The other ``options`` are those of ``attach``.
     """
 
     kind = "reducer"
@@ -64,20 +65,17 @@ class Reducer(AtWork):
         *,
         group: dist.ProcessGroup | None = None,
         bucket_mb: float = DEFAULT_BUCKET_MB,
-        observer: Observer | Iterable[Observer] | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        ranks_per_node: int | None = None,
-        nonfinite: Policy = "skip",
-        scaler: Scaler | None = None,
-        verify_every: int | None = None,
+        **options: Unpack[ScaledOptions],
     ) -> None:
         model = checked_model(model)
         _close_those_without_a_model()
         if reducer_of(model) is not None:
             raise WrongState("this model has a reducer already; use its swap(strategy), or close() it first")
-        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
-            raise InvalidValue(f"bucket_mb={bucket_mb!r} holds nothing; use a number above 0, 25 by default")
-        settings = settings_of(observer, timeout, ranks_per_node, nonfinite, scaler, verify_every)
+        if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
+            raise InvalidValue(
+                f"bucket_mb={bucket_mb!r} holds nothing, or no end of it; use a number above 0, 25 by default"
+            )
+        settings = settings_of(**options)
         group = checked_group(group)
         trained = trained_of(model)
         sparse = sparse_names(model, trained)
@@ -163,12 +161,7 @@ def reduce_gradients(
     *,
     group: dist.ProcessGroup | None = None,
     bucket_mb: float = DEFAULT_BUCKET_MB,
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
-    ranks_per_node: int | None = None,
-    nonfinite: Policy = "skip",
-    scaler: Scaler | None = None,
-    verify_every: int | None = None,
+    **options: Unpack[ScaledOptions],
 ) -> Reducer:
     """Make ``p.grad`` of every parameter what all ranks agree on: ``Reducer.reduce`` in one line.
 
@@ -178,13 +171,9 @@ def reduce_gradients(
     """
     reducer = reducer_of(model)
     if reducer is None:
-        reducer = Reducer(
-            model, strategy, group=group, bucket_mb=bucket_mb, observer=observer, timeout=timeout,
-            ranks_per_node=ranks_per_node, nonfinite=nonfinite, scaler=scaler, verify_every=verify_every,
-        )  # fmt: skip
+        reducer = Reducer(model, strategy, group=group, bucket_mb=bucket_mb, **options)
     else:
-        settings = settings_of(observer, timeout, ranks_per_node, nonfinite, scaler, verify_every)
-        reducer.must_be(strategy, group, bucket_mb, settings)
+        reducer.must_be(strategy, group, bucket_mb, settings_of(**options))
     reducer.reduce()
     return reducer
 

@@ -1,20 +1,42 @@
-"""What ``attach`` and ``Reducer`` both take."""
+"""The options that ``attach``, ``Reducer`` and every integration take: listed and checked in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypedDict
 
+from .core.numbers import is_number
+from .errors import InvalidValue, WrongType
+from .lane.base import DEFAULT_TIMEOUT
 from .lane.drift import checked_every
 from .lane.guard import Policy, checked_policy
 from .lane.scaled import Scaler, checked_scaler
 from .report.sink import Observer, observers_of
 
+LONGEST = timedelta(days=365).total_seconds()
+
+
+class Options(TypedDict, total=False):
+    """What ``**options`` may be; ``attach`` says what each does. Frameworks with a scaler give their own."""
+
+    observer: Observer | Iterable[Observer] | None
+    timeout: float | timedelta
+    ranks_per_node: int | None
+    nonfinite: Policy
+    verify_every: int | None
+
+
+class ScaledOptions(Options, total=False):
+    """The same, and the scaler of the loss."""
+
+    scaler: Scaler | None
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked, and the same for as long as the strategy is at work; ``attach`` says what each is."""
+    """Checked, and the same for as long as the strategy is at work."""
 
     observers: tuple[Observer, ...]
     timeout: float
@@ -25,18 +47,33 @@ class Settings:
 
 
 def settings_of(
-    observer: Observer | Iterable[Observer] | None,
-    timeout: float | timedelta,
-    ranks_per_node: int | None,
-    nonfinite: str,
-    scaler: Scaler | None,
-    verify_every: int | None,
+    observer: Observer | Iterable[Observer] | None = None,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ranks_per_node: int | None = None,
+    nonfinite: str = "skip",
+    scaler: Scaler | None = None,
+    verify_every: int | None = None,
+    **unknown: object,
 ) -> Settings:
+    if unknown:
+        known = ", ".join(ScaledOptions.__annotations__)
+        raise WrongType(f"there is no option {next(iter(unknown))!r}; use {known}")
     return Settings(
         observers_of(observer),
-        timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
+        checked_timeout(timeout),
         ranks_per_node,
         checked_policy(nonfinite),
         checked_scaler(scaler),
         checked_every(verify_every),
     )
+
+
+def checked_timeout(timeout: object) -> float:
+    """In seconds."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not is_number(seconds) or not 0 < seconds <= LONGEST:
+        raise InvalidValue(
+            f"timeout={timeout!r} leaves no time, or is none; use seconds or a timedelta, above 0 and "
+            f"up to a year ({LONGEST:.0f} s); {DEFAULT_TIMEOUT:g} s is the default"
+        )
+    return float(seconds)

@@ -1,5 +1,6 @@
 """Loops without DDP: wrong use, ranks that are missing or raise, models that change."""
 
+import math
 import time
 
 import pytest
@@ -38,7 +39,9 @@ def wrong_use(rank):
     model = ready(rank)
     for options, error, message in [
         ({"bucket_mb": 0}, gl.InvalidValue, "bucket_mb=0 holds nothing"),
-        ({"timeout": 0}, gl.InvalidValue, "timeout=0 leaves no time"),
+        ({"bucket_mb": math.inf}, gl.InvalidValue, "bucket_mb=inf holds nothing, or no end of it"),
+        ({"buckets": 3}, gl.WrongType, "there is no option 'buckets'; use observer"),
+        ({"timeout": 0}, gl.InvalidValue, "timeout=0 leaves no time, or is none"),
         ({"nonfinite": "ignore"}, gl.InvalidValue, "nonfinite='ignore' is not known"),
         ({"group": 3}, gl.WrongType, "group is a int, not a process group"),
     ]:

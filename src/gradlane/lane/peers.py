@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from ..core.collectives import Scope
+from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
 from .within import NoAnswer, within
@@ -174,8 +175,10 @@ class Peers:
 def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
     world = len(hosts)
     if ranks_per_node is not None:
-        if ranks_per_node < 1 or world % ranks_per_node:
-            raise InvalidValue(f"ranks_per_node={ranks_per_node} does not divide the {world} ranks")
+        if not is_whole(ranks_per_node) or ranks_per_node < 1 or world % ranks_per_node:
+            raise InvalidValue(
+                f"ranks_per_node={ranks_per_node!r} does not divide the {world} ranks; use a number that does"
+            )
         return [list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)]
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
