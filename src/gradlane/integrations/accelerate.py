@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -16,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from ..attachment import Attachment
 from ..core.strategy import Strategy
 from ..ddp import attach
-from ..errors import WrongState, WrongType
-from ..lane.base import DEFAULT_TIMEOUT
-from ..lane.guard import Policy
-from ..report.sink import Observer
+from ..errors import InvalidValue, WrongState, WrongType
+from ..settings import Options
 from .resume import go_on
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, list[RemovableHandle]] = (
     weakref.WeakKeyDictionary()
@@ -31,12 +30,7 @@ def attach_accelerate(
     accelerator: Accelerator,
     model: nn.Module,
     strategy: Strategy | str,
-    *,
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
-    ranks_per_node: int | None = None,
-    nonfinite: Policy = "skip",
-    verify_every: int | None = None,
+    **options: Unpack[Options],
 ) -> Attachment:
     """``gradlane.attach`` for a model that ``accelerator.prepare`` has returned; the options are the same.
 
@@ -45,10 +39,7 @@ def attach_accelerate(
     that has none, call ``load_state`` before this.
     """
     ddp, place = _prepared(accelerator, model)
-    attachment = attach(
-        ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
-        nonfinite=nonfinite, scaler=accelerator.scaler, verify_every=verify_every,
-    )  # fmt: skip
+    attachment = attach(ddp, strategy, scaler=accelerator.scaler, **options)
     name = f"gradlane_{place}" if place else "gradlane"
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -72,6 +63,8 @@ def log_metrics(accelerator: Accelerator, attachment: Attachment, *, every: int 
 
     Call it at the end of each step; between the micro-batches of one step it does nothing.
     """
+    if every < 1:
+        raise InvalidValue(f"every={every}; it counts steps, from 1 on")
     if accelerator.sync_gradients and attachment.step % every == 0:
         accelerator.log(attachment.metrics(), step=attachment.step)
 

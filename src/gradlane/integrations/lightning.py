@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricModule
@@ -20,12 +17,13 @@ from ..attachment import Attachment
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
-from ..lane.base import DEFAULT_TIMEOUT
-from ..lane.guard import Policy
-from ..report.sink import Observer
+from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from .lightning_checkpoints import folder_beside, is_local, write_folders_beside
 from .resume import go_on
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 START_ANEW = "GradientComm(..., resume=False)"
 
@@ -40,32 +38,25 @@ class GradientComm(Callback):
 
     Args:
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
-        observer, timeout, ranks_per_node, nonfinite, verify_every: as for ``gradlane.attach``; the scaler
-            is that of the trainer's precision.
         log_every: steps between two lots of metrics; the trainer's ``log_every_n_steps`` by default.
         resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
+        options: as for ``gradlane.attach``; the scaler is that of the trainer's precision.
     """
 
     def __init__(
         self,
         strategy: Strategy | str,
         *,
-        observer: Observer | Iterable[Observer] | None = None,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
-        ranks_per_node: int | None = None,
-        nonfinite: Policy = "skip",
-        verify_every: int | None = None,
         log_every: int | None = None,
         resume: bool = True,
+        **options: Unpack[Options],
     ) -> None:
         if log_every is not None and log_every < 1:
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
         self.strategy = as_strategy(strategy)
         self.attachment: Attachment | None = None
-        self._attach = partial(
-            attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
-            nonfinite=nonfinite, verify_every=verify_every,
-        )  # fmt: skip
+        settings_of(**options)  # what is wrong with them is told now, not when training starts
+        self._options = options
         self._log_every = log_every
         self._resume = resume
         self._fresh = self.strategy.state_dict()
@@ -98,7 +89,7 @@ class GradientComm(Callback):
             self.strategy = before.strategy  # it may have been swapped
         else:
             self.strategy.load_state_dict(self._fresh)
-        self.attachment = attachment = self._attach(ddp, self.strategy, scaler=trainer.scaler)
+        self.attachment = attachment = attach(ddp, self.strategy, scaler=trainer.scaler, **self._options)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
             self._load(attachment, Path(trainer.ckpt_path))
@@ -161,12 +152,7 @@ def attach_fabric(
     fabric: Fabric,
     module: object,
     strategy: Strategy | str,
-    *,
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
-    ranks_per_node: int | None = None,
-    nonfinite: Policy = "skip",
-    verify_every: int | None = None,
+    **options: Unpack[Options],
 ) -> Attachment:
     """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
 
@@ -181,10 +167,8 @@ def attach_fabric(
     ddp = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
     if not isinstance(ddp, DistributedDataParallel):
         raise WrongType(_needs_ddp("Fabric", type(fabric.strategy).__name__))
-    return attach(
-        ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node, nonfinite=nonfinite,
-        scaler=getattr(fabric.strategy.precision, "scaler", None), verify_every=verify_every,
-    )  # fmt: skip
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    return attach(ddp, strategy, scaler=scaler, **options)
 
 
 def _needs_ddp(who: str, strategy: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.train
 import torch.distributed as dist
@@ -17,11 +16,11 @@ from ..attachment import Attachment
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
-from ..lane.base import DEFAULT_TIMEOUT
-from ..lane.guard import Policy
-from ..lane.scaled import Scaler
-from ..report.sink import Observer
+from ..settings import ScaledOptions
 from .resume import go_on
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FOLDER = "gradlane"  # in each checkpoint
 
@@ -30,13 +29,8 @@ def attach_ray(
     model: nn.Module,
     strategy: Strategy | str,
     *,
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
-    ranks_per_node: int | None = None,
-    nonfinite: Policy = "skip",
-    scaler: Scaler | None = None,
-    verify_every: int | None = None,
     resume: bool = True,
+    **options: Unpack[ScaledOptions],
 ) -> Attachment:
     """``gradlane.attach`` for a model that ``ray.train.torch.prepare_model`` has returned.
 
@@ -53,10 +47,7 @@ def attach_ray(
             "ray.train.torch.prepare_model(model) first, with ScalingConfig(num_workers=2) or more, and pass "
             "what it returned"
         )
-    attachment = attach(
-        ddp, strategy, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
-        nonfinite=nonfinite, scaler=scaler, verify_every=verify_every,
-    )  # fmt: skip
+    attachment = attach(ddp, strategy, **options)
     checkpoint = ray.train.get_checkpoint() if resume else None
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:

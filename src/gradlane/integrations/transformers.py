@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,11 +16,12 @@ from ..attachment import Attachment
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
-from ..lane.base import DEFAULT_TIMEOUT
-from ..lane.guard import Policy
-from ..report.sink import Observer
+from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from .resume import go_on
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FOLDER = "gradlane"  # in each checkpoint
 SHOWN = ("comm/bytes_wire", "comm/ratio", "comm/seconds", "comm/exposed_seconds", "comm/residual_norm")
@@ -31,13 +31,9 @@ def attach_trainer(
     trainer: Trainer,
     strategy: Strategy | str,
     *,
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
-    ranks_per_node: int | None = None,
-    nonfinite: Policy = "skip",
-    verify_every: int | None = None,
     metrics: Sequence[str] | None = SHOWN,
     resume: bool = True,
+    **options: Unpack[Options],
 ) -> GradientComm:
     """Let a strategy carry the gradients of ``trainer.train()``. Call it before that, on every rank.
 
@@ -48,10 +44,9 @@ def attach_trainer(
     Args:
         trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
-        observer, timeout, ranks_per_node, nonfinite, verify_every: as for ``gradlane.attach``; the scaler
-            is the Trainer's own.
         metrics: which of the metrics to log (the Trainer prints what it logs); None for all.
         resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
+        options: as for ``gradlane.attach``; the scaler is the Trainer's own.
     """
     if not isinstance(trainer, Trainer):
         raise WrongType(
@@ -67,11 +62,8 @@ def attach_trainer(
             f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
             "or more processes: torchrun --nproc-per-node 2 train.py"
         )
-    attach_it = partial(
-        attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
-        nonfinite=nonfinite, verify_every=verify_every,
-    )  # fmt: skip
-    callback = GradientComm(trainer, as_strategy(strategy), attach_it, metrics, resume)
+    settings_of(**options)  # what is wrong with them is told now, not when training begins
+    callback = GradientComm(trainer, as_strategy(strategy), options, metrics, resume)
     # First of all: those that report what is logged must find the metrics there.
     trainer.callback_handler.callbacks.insert(0, callback)
     trainer.train = callback.around(trainer.train)
@@ -85,7 +77,7 @@ class GradientComm(TrainerCallback):
         self,
         trainer: Trainer,
         strategy: Strategy,
-        attach_it: Callable[..., Attachment],
+        options: Options,
         metrics: Sequence[str] | None,
         resume: bool,
     ) -> None:
@@ -93,7 +85,7 @@ class GradientComm(TrainerCallback):
         self._trainer = trainer
         self._strategy = strategy
         self._fresh = strategy.state_dict()
-        self._attach = attach_it
+        self._options = options
         self._metrics = metrics
         self._resume = resume
         self._checkpoint: Path | None = None  # to resume from
@@ -126,7 +118,9 @@ class GradientComm(TrainerCallback):
                 "FSDP, DeepSpeed and tensor parallelism"
             )
         self._strategy.load_state_dict(self._fresh)  # a second train() counts from 0 too
-        self.attachment = self._attach(ddp, self._strategy, scaler=self._trainer.accelerator.scaler)
+        self.attachment = attach(
+            ddp, self._strategy, scaler=self._trainer.accelerator.scaler, **self._options
+        )
         if self._checkpoint is not None and self._resume:
             without = "attach_trainer(..., resume=False)"
             go_on(self.attachment, self._checkpoint / FOLDER, without=without)
