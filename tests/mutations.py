@@ -161,7 +161,9 @@ def other_place(damage):
 
 def other_dtype(damage):
     names = ["float64", "int32", "object", "bool", "", 3, "__class__"]
-    damage.in_tensor(lambda tensor: tensor.update(dtype=damage.chance.choice(names)))
+    damage.in_tensor(
+        lambda tensor: tensor.update(dtype=damage.chance.choice([n for n in names if n != tensor["dtype"]]))
+    )
 
 
 def not_finite(damage):
