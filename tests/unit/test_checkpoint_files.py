@@ -1,4 +1,4 @@
-"""What may lie in a checkpoint's folder: other people's files stay, and what is no file is refused at once."""
+"""What may lie in a checkpoint's folder: other files stay, and what is no file is refused at once."""
 
 import json
 import os

@@ -73,8 +73,8 @@ def _has(folder: Path, manifest: Manifest) -> bool:
 
 
 def clean(folder: Path, manifest: Manifest) -> None:
-    """Remove what belongs to no checkpoint any more, and nothing that ``save`` has not written. What cannot be
-    removed is in nobody's way."""
+    """Remove what belongs to no checkpoint any more, and nothing that ``save`` has not written. What
+    cannot be removed is in nobody's way."""
     mine = {manifest.file(rank) for rank in range(manifest.world)}
     there = {path: path.name.removesuffix(UNFINISHED) for path in folder.glob("rank-*-of-*")}
     stale = [path for path, name in there.items() if FILE_NAME.fullmatch(name) and path.name not in mine]

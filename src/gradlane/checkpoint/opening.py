@@ -10,9 +10,7 @@ from typing import BinaryIO
 from ..errors import InvalidValue
 
 # A pipe without a writer would keep a plain open() for ever, and the other ranks with it.
-AT_ONCE = (
-    os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-)
+AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def opened(path: Path) -> BinaryIO:
