@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .errors import InvalidValue, WrongState
 from .lane.agree import Board
 from .lane.base import DEFAULT_TIMEOUT
+from .lane.limits import checked_timeout
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
@@ -44,7 +45,7 @@ def init_elastic(
             "`torchrun --nproc-per-node 2 --max-restarts 3 script.py`, or use "
             "torch.distributed.init_process_group"
         )
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    limit = timedelta(seconds=checked_timeout(timeout))
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
     board = Board(store, f"gradlane/elastic/{world}", rank, world, limit.total_seconds())
     token, _ = board.agree("attempt", {}, doing="init_elastic")

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from .lane.drift import checked_every
 from .lane.guard import Policy, checked_policy
+from .lane.limits import checked_ranks_per_node, checked_timeout
 from .lane.scaled import Scaler, checked_scaler
 from .report.sink import Observer, observers_of
 
@@ -34,8 +35,8 @@ def settings_of(
 ) -> Settings:
     return Settings(
         observers_of(observer),
-        timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout),
-        ranks_per_node,
+        checked_timeout(timeout),
+        checked_ranks_per_node(ranks_per_node),
         checked_policy(nonfinite),
         checked_scaler(scaler),
         checked_every(verify_every),

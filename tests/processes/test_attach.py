@@ -115,8 +115,18 @@ def wrong_use(rank):
             gl.attach(ddp, given)
     with pytest.raises(gl.InvalidValue, match=r"'Maen' .* did you mean Mean"):
         gl.attach(ddp, "Maen()")
-    with pytest.raises(gl.InvalidValue, match="timeout=0 leaves no time"):
-        gl.attach(ddp, "Mean()", timeout=0)
+    for option, value, message in [
+        ("timeout", 0, "timeout=0 leaves no time"),
+        ("timeout", float("nan"), "timeout=nan leaves no time"),
+        ("timeout", timedelta(seconds=-1), "timeout=-1 leaves no time"),
+        ("timeout", float("inf"), "timeout=inf never ends; use at most 2592000 s"),
+        ("ranks_per_node", 0, "ranks_per_node=0 is not possible"),
+        ("ranks_per_node", 1.0, "ranks_per_node=1.0 is not possible"),
+    ]:
+        with pytest.raises(gl.InvalidValue, match=message):
+            gl.attach(ddp, "Mean()", **{option: value})
+    with pytest.raises(gl.WrongType, match="timeout='60' is no time"):
+        gl.attach(ddp, "Mean()", timeout="60")
     attachment = gl.attach(ddp, "Mean()")
     with pytest.raises(gl.WrongState, match=r"use attachment.swap"):
         gl.attach(ddp, "Mean()")
