@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ._version import __version__
-from .checkpoint.load import load
+from .checkpoint.load import fitting_of, in_short, load
 from .checkpoint.save import save
-from .checkpoint.subject import Subject, as_layout, parameters_of
-from .core.strategy import Strategy, shared_state
+from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
+from .core.strategy import Strategy, named_states, shared_state
 from .errors import InvalidValue, WrongState
 from .lane.agree import Document
 from .lane.drift import DriftCheck
@@ -199,14 +199,28 @@ class AtWork(ABC):
                 f"the state was saved by {state['strategy']}, this {self.kind} runs {mine}; begin with the "
                 "strategy that saved it, and swap() afterwards if you want another"
             )
-        if not isinstance(state["step"], int) or state["step"] < 0:
+        if type(state["step"]) is not int or state["step"] < 0:
             raise InvalidValue(f"the state is in step {state['step']!r}; a step is a number from 0 on")
         try:
             layout = as_layout(state.get("layout", []))
         except ValueError as error:
             raise InvalidValue(f"{error}; pass what state_dict() gave") from None
-        self.strategy.load_state_dict(state["state"])
+        self._take(state["state"])
         self._feed.go_to(state["step"], layout)
+
+    def _take(self, state: object) -> None:
+        """All of a plain state, or nothing."""
+        if not isinstance(state, Mapping):
+            raise InvalidValue(f"the state is a {type(state).__name__}; pass what state_dict() gave")
+        wrong = fitting_of(list(named_states(self.strategy)), state, slots_of(self._parameters))[1]
+        if wrong:
+            raise InvalidValue(f"{in_short(wrong)}; pass what state_dict() gave for the same model")
+        before = self.strategy.state_dict()
+        try:
+            self.strategy.load_state_dict(state)
+        except Exception:
+            self.strategy.load_state_dict(before)
+            raise
 
     def close(self) -> None:
         """Finish what is under way, end the lane and let go of all connections. Twice is fine."""

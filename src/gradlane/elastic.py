@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .errors import InvalidValue, WrongState
 from .lane.agree import Board
 from .lane.base import DEFAULT_TIMEOUT
-from .settings import checked_timeout
+from .lane.limits import checked_timeout
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypedDict
 
-from .core.numbers import is_number
-from .errors import InvalidValue, WrongType
+from .errors import WrongType
 from .lane.base import DEFAULT_TIMEOUT
 from .lane.drift import checked_every
 from .lane.guard import Policy, checked_policy
+from .lane.limits import checked_ranks_per_node, checked_timeout
 from .lane.scaled import Scaler, checked_scaler
 from .report.sink import Observer, observers_of
-
-LONGEST = timedelta(days=365).total_seconds()
 
 
 class Options(TypedDict, total=False):
@@ -61,19 +59,8 @@ def settings_of(
     return Settings(
         observers_of(observer),
         checked_timeout(timeout),
-        ranks_per_node,
+        checked_ranks_per_node(ranks_per_node),
         checked_policy(nonfinite),
         checked_scaler(scaler),
         checked_every(verify_every),
     )
-
-
-def checked_timeout(timeout: object) -> float:
-    """In seconds."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not is_number(seconds) or not 0 < seconds <= LONGEST:
-        raise InvalidValue(
-            f"timeout={timeout!r} leaves no time, or is none; use seconds or a timedelta, above 0 and "
-            f"up to a year ({LONGEST:.0f} s); {DEFAULT_TIMEOUT:g} s is the default"
-        )
-    return float(seconds)

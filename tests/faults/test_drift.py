@@ -8,7 +8,7 @@ import gradlane as gl
 from gradlane.lane.drift import hashed, odd_ones
 from gradlane.local import run_ranks
 
-from ..training import build, data
+from ..training import build, data, replicas_equal
 
 
 def train(rank, who, at, every, strategy):
@@ -43,7 +43,34 @@ def test_equal_ranks_go_on_and_pay_one_small_message():
     assert checked[0][1] == alone[0][1] + 3  # in steps 3, 7 and 11
 
 
+def join_early(rank, at):
+    """Rank 0 has four batches, rank 1 eight, rank 2 eleven; one bit of rank 2's weights changes in a step."""
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with gl.attach(ddp, "Mean()", timeout=20, verify_every=2) as attachment:
+        try:
+            with ddp.join():
+                for step in range((4, 8, 11)[rank]):
+                    if step == at and rank == 2:
+                        ddp.module.layers[2].weight.data.view(torch.int32)[3, 3] ^= 1
+                    optimizer.zero_grad()
+                    ddp(data(rank, step)).backward()
+                    optimizer.step()
+        except gl.RanksDisagree as error:
+            return attachment.step, str(error)
+    return attachment.step, replicas_equal(ddp.parameters())
+
+
+def test_ranks_that_have_joined_take_part_and_do_not_count():
+    assert run_ranks(join_early, 3, -1) == [(11, True)] * 3
+    for step, message in run_ranks(join_early, 3, 6):
+        assert step == 8
+        assert "step 7: rank 2 of 3 has drifted from the others in layers.2.weight;" in message
+
+
 def test_odd_ones():
+    assert odd_ones([0, 1, 1]) == odd_ones([0, 1, 0]) == odd_ones([0, 0]) == []
+    assert odd_ones([0, 1, 0, 2]) == [3]
     assert odd_ones([1, 1, 1]) == []
     assert odd_ones([1, 2, 1]) == [1]
     assert odd_ones([2, 1, 1, 3]) == [0, 3]

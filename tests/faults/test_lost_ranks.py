@@ -223,3 +223,38 @@ def test_killed_at_fifty_points(name):
 def test_stopped_at_ten_points(name):
     chance = drawing(f"stop one of four, {name}")
     told(name, [stop_one(name, Blow.drawn(chance)) for _ in range(10)])
+
+
+def fail_and_lose_rank_0(rank, path):
+    connect(rank, path, WORLD)
+    story = _fail_and_lose_rank_0(rank)
+    leave_the_lost()
+    return story
+
+
+def _fail_and_lose_rank_0(rank):
+    """Step 2 fails on all ranks; rank 0 goes, with the store, while the others wait for it to meet again."""
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    strategy = Faulty(gl.Mean(), Point(1, 2, 0, "before encoding"))
+    attachment = gl.attach(ddp, strategy, timeout=20)
+    kinds = []
+    for step in range(4):
+        if rank == 0 and step == 3:
+            time.sleep(0.5)
+            fire("kill", 0.0, "rank 0")
+        try:
+            ddp(data(rank, step)).backward()
+        except Exception as error:  # noqa: BLE001  which one it is, is the question
+            kinds.append((step, type(error).__name__, getattr(error, "rank", None)))
+    attachment.close()
+    return kinds
+
+
+def test_rank_0_is_killed_while_the_others_form_new_connections():
+    story = run(fail_and_lose_rank_0, WORLD, deadline=40, victim=0)
+    assert story.codes[0] == -signal.SIGKILL
+    assert story.results == {
+        1: [(2, "Broken", None), (3, "PeerLost", 0)],
+        2: [(2, "PeerFailed", 1), (3, "PeerLost", 0)],
+        3: [(2, "PeerFailed", 1), (3, "PeerLost", 0)],
+    }, story.failures

@@ -188,3 +188,34 @@ def unknown_policy(rank):
 
 def test_policies_are_checked_and_compared():
     assert run_ranks(unknown_policy, 2) == [True, True]
+
+
+def local_steps_after_a_skip(rank):
+    """Whether the skipped step, its repetition, and a step with local gradients have changed the weights."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    injected = Injected(ddp.module, rank, [(1, 1, 0, math.nan)])
+    changed = []
+
+    def step():
+        before = [p.detach().clone() for p in ddp.parameters()]
+        optimizer.step()
+        changed.append(not all(map(torch.equal, ddp.parameters(), before)))
+
+    with gl.attach(ddp, "Mean()", timeout=30) as attachment:
+        ddp(data(rank, 0)).backward()
+        step()
+        injected.step = 1
+        ddp(data(rank, 1)).backward()
+        step()
+        step()
+        optimizer.zero_grad()
+        injected.step = 2
+        with ddp.no_sync():
+            ddp(data(rank, 2)).backward()
+        step()
+        return changed, attachment.metrics()["comm/skipped"]
+
+
+def test_only_the_gradients_of_a_skipped_step_are_withheld():
+    assert run_ranks(local_steps_after_a_skip, 2) == [([True, False, False, True], 1)] * 2

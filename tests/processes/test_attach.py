@@ -115,8 +115,18 @@ def wrong_use(rank):
             gl.attach(ddp, given)
     with pytest.raises(gl.InvalidValue, match=r"'Maen' .* did you mean Mean"):
         gl.attach(ddp, "Maen()")
-    with pytest.raises(gl.InvalidValue, match="timeout=0 leaves no time, or is none"):
-        gl.attach(ddp, "Mean()", timeout=0)
+    for option, value, message in [
+        ("timeout", 0, "timeout=0 leaves no time"),
+        ("timeout", float("nan"), "timeout=nan leaves no time"),
+        ("timeout", timedelta(seconds=-1), "timeout=-1 leaves no time"),
+        ("timeout", float("inf"), "timeout=inf never ends; use at most 2592000 s"),
+        ("ranks_per_node", 0, "ranks_per_node=0 is not possible"),
+        ("ranks_per_node", 1.0, "ranks_per_node=1.0 is not possible"),
+    ]:
+        with pytest.raises(gl.InvalidValue, match=message):
+            gl.attach(ddp, "Mean()", **{option: value})
+    with pytest.raises(gl.WrongType, match="timeout='60' is no time"):
+        gl.attach(ddp, "Mean()", timeout="60")
     attachment = gl.attach(ddp, "Mean()")
     with pytest.raises(gl.WrongState, match=r"use attachment.swap"):
         gl.attach(ddp, "Mean()")
@@ -267,14 +277,57 @@ def bad_states(rank):
             ({"strategy": "Noop()"}, r"saved by Noop\(\), this attachment runs Mean\(\)"),
             ({"format": 99}, "format 99, this version reads 1 and 2"),
             ({"step": -1}, "step -1; a step is a number from 0 on"),
+            ({"step": True}, "step True; a step is a number from 0 on"),
             ({"state": {"memory": {}}}, "Mean has no state called memory"),
+            ({"state": [1]}, "the state is a list; pass what state_dict"),
         ]:
             with pytest.raises(gl.InvalidValue, match=message):
                 attachment.load_state_dict({**good, **change})
         with pytest.raises(gl.InvalidValue, match="the state lacks format, state, step, strategy"):
             attachment.load_state_dict({})
         attachment.load_state_dict(good)
-    return True
+    return states_of_another_model(rank)
+
+
+class Fussy:
+    """State that refuses whatever is given to it."""
+
+    def state_dict(self):
+        return {"mood": 1}
+
+    def load_state_dict(self, state):
+        if state != self.state_dict():
+            raise gl.InvalidValue("not in the mood")
+
+
+class TwoStates(Momentum):
+    """A memory that is loaded first, and a state that may refuse then."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = Fussy()
+
+
+def states_of_another_model(rank):
+    """Refused when they are given, not in the next step; and nothing has changed."""
+    ddp = DistributedDataParallel(build())
+    with gl.attach(ddp, TwoStates()) as attachment:
+        ddp(data(rank, 0)).backward()
+        good = attachment.state_dict()
+        name, memory = next(iter(good["state"]["memory"].items()))
+        for tensor, message in [
+            (torch.zeros(3, 3, 3), "has shape"),
+            (torch.full_like(memory, torch.nan), "not finite"),
+            (torch.zeros_like(memory, dtype=torch.int32), "floating-point"),
+        ]:
+            state = {**good["state"], "memory": {**good["state"]["memory"], name: tensor}}
+            with pytest.raises(gl.InvalidValue, match=rf"memory: '{name}' .*{message}.*for the same model"):
+                attachment.load_state_dict({**good, "state": state})
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in good["state"]["memory"].items()}
+        with pytest.raises(gl.InvalidValue, match="not in the mood"):
+            attachment.load_state_dict({**good, "state": {"memory": zeros, "second": {"mood": 2}}})
+        after = attachment.state_dict()["state"]["memory"]
+        return all(torch.equal(after[name], kept) for name, kept in good["state"]["memory"].items())
 
 
 def test_states_that_do_not_fit_are_refused():

@@ -1,12 +1,11 @@
 """Options are listed once, and refused by name."""
 
 import inspect
-from datetime import timedelta
 
 import pytest
 
 import gradlane as gl
-from gradlane.settings import ScaledOptions, checked_timeout, settings_of
+from gradlane.settings import ScaledOptions, settings_of
 
 
 def options_of(function):
@@ -28,15 +27,3 @@ def test_attach_has_what_all_others_take():
 def test_an_option_that_is_not_there_is_named():
     with pytest.raises(gl.WrongType, match="there is no option 'obsever'; use observer, timeout"):
         settings_of(obsever=None)
-
-
-@pytest.mark.parametrize("given", [2, 2.0, timedelta(seconds=2)])
-def test_a_time_is_seconds(given):
-    assert checked_timeout(given) == 2.0
-
-
-@pytest.mark.parametrize("given", [0, -1, True, "2", None, float("nan"), float("inf"), 1e9, timedelta(0)])
-def test_what_is_no_time_is_refused(given):
-    with pytest.raises(gl.InvalidValue) as refused:
-        checked_timeout(given)
-    assert str(refused.value).startswith(f"timeout={given!r} leaves no time, or is none; use seconds")

@@ -10,7 +10,8 @@ from typing import BinaryIO, TypeVar
 
 from ..errors import InvalidValue
 from ..log import log
-from .manifest import LARGEST, Manifest, parsed
+from .manifest import FILE_NAME, LARGEST, Manifest, parsed
+from .opening import opened
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -72,9 +73,11 @@ def _has(folder: Path, manifest: Manifest) -> bool:
 
 
 def clean(folder: Path, manifest: Manifest) -> None:
-    """Remove what belongs to no checkpoint any more. What cannot be removed is in nobody's way."""
+    """Remove what belongs to no checkpoint any more, and nothing that ``save`` has not written. What
+    cannot be removed is in nobody's way."""
     mine = {manifest.file(rank) for rank in range(manifest.world)}
-    stale = [path for path in folder.glob("rank-*-of-*") if path.name not in mine]
+    there = {path: path.name.removesuffix(UNFINISHED) for path in folder.glob("rank-*-of-*")}
+    stale = [path for path, name in there.items() if FILE_NAME.fullmatch(name) and path.name not in mine]
     try:
         for path in (folder / PREVIOUS, *folder.glob(f"{MANIFEST}{UNFINISHED}"), *stale):
             path.unlink(missing_ok=True)
@@ -94,10 +97,11 @@ def _manifest(path: Path) -> Manifest:
 
 def _read_limited(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise InvalidValue(f"{path.name} has {size:,} bytes; a manifest has at most {LARGEST:,}")
-        return path.read_bytes()
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST:
+                raise InvalidValue(f"{path.name} has {size:,} bytes; a manifest has at most {LARGEST:,}")
+            return file.read(size)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -107,8 +111,8 @@ def _read_limited(path: Path) -> bytes:
 def _sync(folder: Path) -> None:
     """So that the new name is on the disk as well; not every system opens a folder."""
     with contextlib.suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(opened)
+            os.fsync(descriptor)
         finally:
-            os.close(opened)
+            os.close(descriptor)

@@ -96,11 +96,10 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
         into=None if strict else [x for x in leaves if same_world or isinstance(x.state, Carried)],
     )
     state = dict(files[board.rank]) if same_world else strategy.carried(files, board.rank, board.world)
-    fitting, wrong = _fitting(leaves, state, slots_of(subject.parameters))
+    fitting, wrong = fitting_of(leaves, state, slots_of(subject.parameters))
     if strict:
         if wrong:
-            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise InvalidValue(f"{wrong[0]}{more}; strict=False leaves out what does not fit")
+            raise InvalidValue(f"{in_short(wrong)}; strict=False leaves out what does not fit")
         strategy.load_state_dict(state)
         return []
     return files.left_out + wrong + _load_what_can_be(leaves, fitting)
@@ -125,7 +124,12 @@ def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
             raise InvalidValue(f"its buckets hold {unknown[0]!r}, which is no parameter; it is damaged")
 
 
-def _fitting(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -> Fitting:
+def in_short(wrong: Sequence[str]) -> str:
+    return f"{wrong[0]}, and {len(wrong) - 1} more" if len(wrong) > 1 else wrong[0]
+
+
+def fitting_of(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -> Fitting:
+    """What of a state belongs to this strategy on this model, and why the rest does not."""
     kept: dict[str, Any] = {}
     wrong: list[str] = []
     for leaf in leaves:

@@ -17,6 +17,7 @@ from .subject import Layout, Parameter, Subject, as_layout
 FORMAT = 1
 LARGEST = 256 << 20  # bytes
 TOKEN = re.compile(r"[0-9a-f]{16}")
+FILE_NAME = re.compile(rf"rank-\d{{5,}}-of-\d{{5,}}-{TOKEN.pattern}\.state")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from . import tree
+from .opening import opened
 
 MAGIC = b"gradlane"
 ALIGN = 64  # bytes; every tensor begins at a multiple of it
@@ -87,18 +87,16 @@ def read(path: Path, expected: Receipt) -> Content:
 
 def _verified(path: Path, expected: Receipt) -> bytearray:
     try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size != expected.size:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.size:
                 raise InvalidValue(
-                    f"{path.name} has {found.st_size:,} bytes, the manifest says {expected.size:,}; it is "
-                    "not what was saved: use another checkpoint"
+                    f"{path.name} has {size:,} bytes, the manifest says {expected.size:,}; it is not what "
+                    "was saved: use another checkpoint"
                 )
-            if found.st_size > memory_of_this_machine():
-                raise InvalidValue(
-                    f"{path.name} has {found.st_size:,} bytes, more than this machine's memory"
-                )
-            buffer = bytearray(found.st_size)
+            if size > memory_of_this_machine():
+                raise InvalidValue(f"{path.name} has {size:,} bytes, more than this machine's memory")
+            buffer = bytearray(size)
             count = file.readinto(buffer)
     except FileNotFoundError:
         raise InvalidValue(
@@ -116,7 +114,9 @@ def _parsed(buffer: bytearray) -> Content:
     length = int.from_bytes(buffer[8:16], "little")
     if bytes(buffer[:8]) != MAGIC or not 0 < length <= min(len(buffer) - 16, LARGEST_HEADER):
         raise ValueError("it does not begin like a checkpoint")
-    document = json.loads(bytes(buffer[16 : 16 + length]), parse_int=number, parse_constant=_no_constant)
+    document = json.loads(
+        bytes(buffer[16 : 16 + length]), parse_int=number, parse_float=_finite, parse_constant=_no_constant
+    )
     if not isinstance(document, dict):
         raise TypeError("its header is no object")
     entries, end = [], 16 + length
@@ -160,7 +160,12 @@ def number(text: str) -> int:
     return int(text)
 
 
-def _no_constant(text: str) -> object:
+def _finite(text: str) -> float:
+    found = float(text)
+    return found if math.isfinite(found) else _no_constant(text)
+
+
+def _no_constant(text: str) -> float:
     raise ValueError(f"it has the number {text}")
 
 

@@ -90,11 +90,13 @@ class Memory:
         flat = torch.zeros_like(bucket.flat, dtype=self._width(bucket.flat.dtype))
         start = 0
         for slot in bucket.layout:
-            old = self._take(slot)
+            old = self._found(slot)
             if old is not None:
                 flat[start : start + slot.numel].copy_(old.reshape(-1))
             start += slot.numel
-        for slot in bucket.layout:
+        for slot in bucket.layout:  # all of them fit
+            if slot.name not in self._homes:
+                self._single.pop(slot.name, None)
             self._homes[slot.name] = bucket.layout
         self._flats[bucket.layout] = flat
         living = set(self._homes.values())
@@ -108,15 +110,13 @@ class Memory:
             return gradient
         return self.dtype or gradient
 
-    def _take(self, slot: Slot) -> Tensor | None:
+    def _found(self, slot: Slot) -> Tensor | None:
         home = self._homes.get(slot.name)
         if home is not None:
-            found = _views(home, self._flats[home])[slot.name]
-        elif slot.name in self._single:
-            found = self._single.pop(slot.name)
+            found: Tensor | None = _views(home, self._flats[home])[slot.name]
         else:
-            return None
-        if found.shape != slot.shape:
+            found = self._single.get(slot.name)
+        if found is not None and found.shape != slot.shape:
             raise InvalidValue(
                 f"the memory of {slot.name!r} has shape {tuple(found.shape)}, the parameter has "
                 f"{tuple(slot.shape)}; load the state of the same model"

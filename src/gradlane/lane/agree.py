@@ -62,6 +62,12 @@ class Board:
         except NoAnswer as lost:
             told = f"{doing}: {lost}; {self.host.who} is stopped or out of reach"
             raise PeerLost(told, self.host.rank) from None
+        except PeerLost:
+            raise
+        except RuntimeError as lost:  # whatever the store's client raises is one
+            brief = str(lost).split("\n", 1)[0][:300]
+            told = f"{doing}: the store failed ({brief}); {self.host.who} is gone or out of reach"
+            raise PeerLost(told, self.host.rank) from lost
 
     def _agree(self, topic: str, document: Document, doing: str) -> tuple[str, list[Document]]:
         self.pin(topic, {**document, "nonce": token_hex(8)})

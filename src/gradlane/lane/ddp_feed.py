@@ -59,7 +59,22 @@ class DdpFeed(Feed):
         if bucket.is_last:
             self._expected = []
         # Outside of backward DDP waits for the future and shows its error.
-        return self.give(bucket, strategy, as_complex=flat.is_complex(), loud=not active)
+        answer = self.give(bucket, strategy, as_complex=flat.is_complex(), loud=not active)
+        if bucket.is_last and not active:
+            self._shadowed()
+        return answer
+
+    def _shadowed(self) -> None:
+        """A joined rank has no backward in which to take part when the others compare their weights."""
+        if self.drift is None or not self.drift.due(self.step - 1):
+            return
+        self.lane.drain()
+        failed = self.lane.take_failure() is not None  # DDP finds it in the futures
+        trouble: BaseException | None = self._counted(failed)
+        if not failed:
+            trouble = self.drift.trouble(self.step - 1, joined=True) or trouble
+        if trouble is not None:
+            raise trouble
 
     def _wrapped(self, strategy: Strategy) -> Strategy:
         strategy = super()._wrapped(strategy)

@@ -18,6 +18,8 @@ from ..errors import InvalidValue, RanksDisagree
 from .base import Lane
 
 STATE = "what the strategy remembers"
+NO_VOTE = 0
+"""Of a rank that has joined: it trains no more, and gets the others' weights at the end of ``join``."""
 
 
 def checked_every(every: int | None) -> int | None:
@@ -52,14 +54,19 @@ class DriftCheck:
     def due(self, step: int) -> bool:
         return (step + 1) % self.every == 0
 
-    def trouble(self, step: int) -> BaseException | None:
+    def trouble(self, step: int, *, joined: bool = False) -> BaseException | None:
         """What to raise, on all ranks: who differs from the others, and in what."""
         weights = self.weights()
         device = next(iter(weights.values())).device
-        hashes = {name: hashed(tensor) for name, tensor in weights.items()} | {STATE: hashed(self.state())}
-        told = self._told([hashed(repr(hashes))], step, device)
-        if isinstance(told, BaseException) or all(row == told[0] for row in told):
-            return told if isinstance(told, BaseException) else None
+        hashes = dict.fromkeys([*weights, STATE], NO_VOTE)
+        if not joined:
+            hashes = {name: hashed(tensor) for name, tensor in weights.items()}
+            hashes[STATE] = hashed(self.state())
+        told = self._told([NO_VOTE if joined else hashed(repr(hashes))], step, device)
+        if isinstance(told, BaseException):
+            return told
+        if not odd_ones(whole for (whole,) in told):
+            return None
         told = self._told(list(hashes.values()), step, device)
         if isinstance(told, BaseException):
             return told
@@ -87,10 +94,10 @@ class DriftCheck:
 
 
 def odd_ones(told: Iterable[int]) -> list[int]:
-    """The ranks that are not with the majority; of two, the second."""
-    told = list(told)
-    usual = Counter(told).most_common(1)[0][0]
-    return [rank for rank, own in enumerate(told) if own != usual]
+    """The ranks that are not with the majority of those that vote; of two, the second."""
+    votes = {rank: own for rank, own in enumerate(told) if own != NO_VOTE}
+    usual = Counter(votes.values()).most_common(1)[0][0] if votes else NO_VOTE
+    return [rank for rank, own in votes.items() if own != usual]
 
 
 def hashed(content: object) -> int:
@@ -103,4 +110,4 @@ def hashed(content: object) -> int:
             digest.update(f"{name} {hashed(content[name])}".encode())
     else:
         digest.update(repr(content).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    return int.from_bytes(digest.digest(), "little", signed=True) or 1  # 0 is no vote

@@ -262,7 +262,7 @@ class ThreadLane:
         cause = error.__cause__ if isinstance(error, ConnectionBroke) else error
         assert cause is not None
         if not isinstance(error, ConnectionBroke | PeerFailed | RanksDisagree):
-            with contextlib.suppress(PeerFailed, RanksDisagree):
+            with contextlib.suppress(Exception):  # this rank has its own error to tell
                 # A second failure in a row may come before this step has met its peers. They will look
                 # for this rank there, so it meets them, only to let go.
                 self._peers.group("world", "later", running.bucket.step)
