@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -24,10 +23,8 @@ from ..lane.base import DEFAULT_TIMEOUT
 from ..lane.guard import Policy
 from ..report.sink import Observer
 from ..strategies.given import as_strategy
-from .lightning_checkpoints import folder_beside, is_local, write_folders_beside
+from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
 from .resume import go_on
-
-START_ANEW = "GradientComm(..., resume=False)"
 
 
 class GradientComm(Callback):
@@ -62,6 +59,7 @@ class GradientComm(Callback):
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
         self.strategy = as_strategy(strategy)
         self.attachment: Attachment | None = None
+        self.failure: BaseException | None = None
         self._attach = partial(
             attach, observer=observer, timeout=timeout, ranks_per_node=ranks_per_node,
             nonfinite=nonfinite, verify_every=verify_every,
@@ -86,6 +84,7 @@ class GradientComm(Callback):
             )
         write_folders_beside(strategy, self)
         self._saved_at = None
+        self.failure = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ddp = trainer.strategy.model
@@ -101,13 +100,19 @@ class GradientComm(Callback):
         self.attachment = attachment = self._attach(ddp, self.strategy, scaler=trainer.scaler)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
-            self._load(attachment, Path(trainer.ckpt_path))
+            self._load(attachment, trainer.ckpt_path)
         elif before is not None and goes_on:
             attachment.load_state_dict(before.state_dict())
         self._logged = attachment.step
 
-    def _load(self, attachment: Attachment, checkpoint: Path) -> None:
-        folder = folder_beside(checkpoint.resolve())  # a link has its folder where the checkpoint is
+    def _load(self, attachment: Attachment, checkpoint: object) -> None:
+        path = local_path(checkpoint)
+        if path is None:
+            raise InvalidValue(
+                f"{checkpoint} is not in a file system, and the memory of the ranks is saved to file systems "
+                f"only; to begin with an empty memory: {START_ANEW}"
+            )
+        folder = folder_beside(path.resolve())  # a link has its folder where the checkpoint is
         go_on(attachment, folder, without=START_ANEW)
         if self._saved_at is not None and attachment.step != self._saved_at:
             raise InvalidValue(
@@ -132,6 +137,7 @@ class GradientComm(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.failure = exception
         self._close()  # Lightning calls no teardown of callbacks then
 
     def _close(self) -> None:
@@ -149,7 +155,7 @@ class GradientComm(Callback):
 def _warn_of_remote_checkpoints(trainer: Trainer) -> None:
     for callback in trainer.checkpoint_callbacks:
         path = getattr(callback, "dirpath", None)
-        if path and not is_local(path):
+        if path and local_path(path) is None:
             warnings.warn(
                 f"checkpoints go to {path}, and the memory of each rank to file systems only: it will not be "
                 f"saved; to resume, use {START_ANEW}",
