@@ -201,20 +201,6 @@ def test_checkpoints_elsewhere_are_without_the_memory_and_a_warning_says_so(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def by_address(rank, folder):
-    run = trainer(GradientComm(MEMORY), ModelCheckpoint(f"file://{folder}", "a"))
-    run.fit(Module(), batches_of(rank))
-    comm = GradientComm(MEMORY)
-    trainer(comm, epochs=2).fit(Module(), batches_of(rank), ckpt_path=str(folder / "a.ckpt"))
-    return comm.attachment.step
-
-
-def test_a_file_address_is_a_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert ranks(by_address, tmp_path) == [2 * STEPS] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.gradlane"]
-
-
 def refused(rank, folder):
     def message(error, *callbacks, path=None, **options):
         with pytest.raises(error) as caught:

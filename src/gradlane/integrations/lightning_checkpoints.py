@@ -62,11 +62,12 @@ def _save_folder(owner: Owner, checkpoint: Path) -> None:
         if owner.failure is None:
             raise
         # After an exception the ranks may be in different steps, or gone. It is what must be seen.
-        note = f"{checkpoint} is without the memory of the ranks ({error}); to resume from it: {START_ANEW}"
+        why = str(error).partition("\n")[0]
+        note = f"{checkpoint} is without the memory of the ranks ({why}); to resume from it: {START_ANEW}"
         with_note(owner.failure, note)
 
 
 def local_path(path: object) -> Path | None:
     """None for s3:// and the like, where Lightning writes too: files of each rank need a file system."""
-    text = str(path).removeprefix("file://")
+    text = str(path)
     return None if "://" in text else Path(text)
