@@ -13,11 +13,14 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import gradlane as gl
 from gradlane.local import run_ranks
 
+from ..checkpoints import total
+
 MEMORY = "ErrorFeedback(Gathered(TopK(0.2)))"  # every rank has a memory of its own
 WORLD = 2
 BATCH = 4
 STEPS = 8  # of an epoch, on each rank
 RATE = 0.05
+HALF = {"autocast": torch.float16, "scaled": True}  # options of ``reference``
 FILES = ["manifest.json", "rank-00000-of-00002", "rank-00001-of-00002"]
 
 
@@ -114,6 +117,15 @@ def reference(**options):
 
 def weights_of(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def assert_carried(before, after):
+    """What all ranks together owed is what all ranks together, however many, owe."""
+    owed, carried = total(before), total(after)
+    assert owed.keys() == carried.keys()
+    assert any(sum_over_ranks.any() for sum_over_ranks in owed.values())
+    for name, sum_over_ranks in owed.items():
+        torch.testing.assert_close(carried[name], sum_over_ranks)
 
 
 def equal(some, others):

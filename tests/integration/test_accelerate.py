@@ -12,12 +12,14 @@ from torch import nn  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.accelerate import attach_accelerate, log_metrics  # noqa: E402
 
+from ..checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
     FILES,
     MEMORY,
     STEPS,
     Model,
     all_batches,
+    assert_carried,
     equal,
     files_in,
     loss_of,
@@ -98,6 +100,33 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
         assert torch.equal(weights, wanted[1])
     for checkpoint in ("checkpoint_0", "checkpoint_1"):
         assert files_in(tmp_path / "checkpoints" / checkpoint / "gradlane") == FILES
+
+
+def saved(rank, folder):
+    prepared_here = accelerator, model, *_ = prepared()
+    attachment = attach_accelerate(accelerator, model, MEMORY)
+    epoch(*prepared_here)
+    accelerator.save_state(str(folder))
+    attachment.close()
+    return owed_by(attachment.strategy, 2)
+
+
+def resumed_by_three(rank, folder):
+    prepared_here = accelerator, model, *_ = prepared()
+    attachment = attach_accelerate(accelerator, model, MEMORY)
+    accelerator.load_state(str(folder))
+    found = attachment.step, owed_by(attachment.strategy, 3)
+    epoch(*prepared_here)
+    attachment.close()
+    return *found, weights_of(model)
+
+
+def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
+    before = ranks(saved, tmp_path)
+    after = ranks(resumed_by_three, tmp_path, world=3)
+    assert [step for step, *_ in after] == [STEPS] * 3
+    assert_carried(before, [owed for _, owed, _ in after])
+    assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
 
 
 def logged(rank, folder):

@@ -1,7 +1,6 @@
-"""The callback in Lightning's own Trainer, and Fabric, on two processes."""
+"""The callback in Lightning's own Trainer, on two processes."""
 
-import os
-import time
+import warnings
 from shutil import rmtree
 
 import pytest
@@ -9,64 +8,31 @@ import torch
 
 lightning = pytest.importorskip("lightning", reason='needs pip install -e ".[lightning]"')
 
-import lightning.pytorch as pl  # noqa: E402
-from lightning.fabric import Fabric  # noqa: E402
-from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402
+import fsspec  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
-import gradlane as gl  # noqa: E402
-from gradlane.errors import InvalidValue, PeerFailed, WrongState, WrongType  # noqa: E402
-from gradlane.integrations.lightning import GradientComm, attach_fabric  # noqa: E402
+from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
+from gradlane.integrations.lightning import GradientComm  # noqa: E402
 
-from ..checkpoints import owed_by, total  # noqa: E402
+from ..checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
     FILES,
+    HALF,
     MEMORY,
     STEPS,
-    Model,
+    assert_carried,
     batches_of,
     equal,
     files_in,
-    loss_of,
-    network,
-    optimizer_of,
     ranks,
     reference,
     scaler_of,
     weights_of,
 )
-
-HALF = {"autocast": torch.float16, "scaled": True}  # of plain DDP
-
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.network = network()
-        self.losses = []
-
-    def training_step(self, batch, index):
-        loss = loss_of(self.network, batch)
-        self.losses.append(loss.item())
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, index):
-        loss_of(self.network, batch)
-
-    def configure_optimizers(self):
-        return optimizer_of(self)
-
-
-def trainer(*callbacks, strategy="ddp", devices=2, epochs=1, logger=False, **options):
-    return pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, callbacks=list(callbacks),
-        logger=logger, use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks), **options,
-    )  # fmt: skip
+from .lightning_runs import Module, trainer  # noqa: E402
 
 
 def results(module, comm):
@@ -147,11 +113,7 @@ def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
     after = ranks(resumed_by_three, tmp_path, world=3)
     assert [step for step, *_ in after] == [STEPS] * 3
     assert [step for *_, step, _ in after] == [2 * STEPS] * 3
-    owed, carried = total(before), total([memory for _, memory, *_ in after])
-    assert owed.keys() == carried.keys()
-    assert any(sum_over_ranks.any() for sum_over_ranks in owed.values())
-    for name, sum_over_ranks in owed.items():
-        torch.testing.assert_close(carried[name], sum_over_ranks)
+    assert_carried(before, [memory for _, memory, *_ in after])
     assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
 
 
@@ -208,27 +170,35 @@ def test_metrics_arrive_in_the_loggers(tmp_path):
     assert sent[1].value == 2 * sent[0].value == 8 * events.Scalars("comm/step/bytes_wire")[0].value
 
 
-class Unlucky(Module):
-    def training_step(self, batch, index):
-        if index == 3 and int(os.environ["RANK"]) == 1:
-            raise OSError("no more data here")
-        return super().training_step(batch, index)
+def remote(rank, folder):
+    """Checkpoints go to a file system that is no folder; fsspec has one in memory."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        saver = ModelCheckpoint("memory://run", "{epoch}", save_on_train_epoch_end=True)
+        trainer(GradientComm(MEMORY), saver).fit(Module(), batches_of(rank))
+    found = [str(warning.message) for warning in told if "memory://run" in str(warning.message)]
+    memory = fsspec.filesystem("memory")
+    if rank == 0:
+        (folder / "a.ckpt").write_bytes(memory.cat("/run/epoch=0.ckpt"))
+    torch.distributed.barrier()
+    memory.pipe("/run/epoch=0.ckpt", (folder / "a.ckpt").read_bytes())  # all ranks see it, as they would s3
+    again = {"ckpt_path": "memory://run/epoch=0.ckpt"}
+    with pytest.raises(InvalidValue) as caught:
+        trainer(GradientComm(MEMORY), epochs=2).fit(Module(), batches_of(rank), **again)
+    comm = GradientComm(MEMORY, resume=False)
+    trainer(comm, epochs=2).fit(Module(), batches_of(rank), **again)
+    return found, str(caught.value), comm.attachment.step
 
 
-def unlucky(rank):
-    module, comm = Unlucky(), GradientComm(MEMORY, timeout=60)
-    began = time.monotonic()
-    with pytest.raises((OSError, PeerFailed)) as caught:
-        trainer(comm).fit(module, batches_of(rank))
-    with pytest.raises(WrongState, match="closed"):
-        comm.attachment.swap("Mean()")
-    return type(caught.value).__name__, time.monotonic() - began
-
-
-def test_an_exception_on_one_rank_ends_all_of_them():
-    (first, seconds), (second, _) = ranks(unlucky)
-    assert (first, second) == ("PeerLost", "OSError")
-    assert seconds < 30
+def test_checkpoints_elsewhere_are_without_the_memory_and_a_warning_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for (warning,), refusal, step in ranks(remote, tmp_path):
+        assert "checkpoints go to memory://run" in warning
+        assert "GradientComm(..., resume=False)" in warning
+        assert "memory://run/epoch=0.ckpt is not in a file system" in refusal
+        assert "GradientComm(..., resume=False)" in refusal
+        assert step == STEPS
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def refused(rank, folder):
@@ -276,42 +246,3 @@ def test_a_trainer_without_ddp_is_refused():
     run = trainer(GradientComm("Mean()"), strategy="auto", devices=1)
     with pytest.raises(WrongType, match=r'SingleDeviceStrategy; use Trainer\(strategy="ddp"\)'):
         run.fit(Module(), batches_of(0), batches_of(0))
-
-
-def with_fabric(rank, plugins):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=plugins)
-    fabric.launch()
-    model = Model()
-    with pytest.raises(WrongType, match=r"fabric\.setup"):
-        attach_fabric(fabric, model, MEMORY)
-    model, optimizer = fabric.setup(model, optimizer_of(model))
-    attachment = attach_fabric(fabric, model, MEMORY)
-    with pytest.raises(WrongState, match="swap"):
-        attach_fabric(fabric, model, MEMORY)
-    losses = []
-    for index, batch in enumerate(batches_of(rank)):
-        whole = index % 2 == 1
-        with fabric.no_backward_sync(model, enabled=not whole):
-            loss = loss_of(model, batch)
-            losses.append(loss.item())
-            fabric.backward(loss / 2)
-        if whole:
-            optimizer.step()
-            optimizer.zero_grad()
-    attachment.close()
-    return losses, weights_of(model), attachment.metrics()["comm/bytes_wire"]
-
-
-@pytest.mark.parametrize(
-    ("plugins", "plainly"),
-    [([], {}), ([FabricMixedPrecision("16-mixed", "cpu", scaler_of(True))], HALF)],
-    ids=["fp32", "16-mixed"],
-)
-def test_fabric_is_plain_ddp_with_the_same_strategy(plugins, plainly):
-    assert equal(ranks(with_fabric, plugins), reference(accumulate=2, **plainly))
-
-
-def test_fabric_without_ddp_is_refused():
-    fabric = Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(WrongType, match=r'SingleDeviceStrategy; use Fabric\(strategy="ddp"\)'):
-        attach_fabric(fabric, fabric.setup(network()), gl.Mean())

@@ -81,16 +81,18 @@ def two_epochs(config):
                 optimizer.step()
                 optimizer.zero_grad()
             report(attachment, {"epoch": epoch}, save=save)
-    torch.save((began, losses, weights_of(model.module)), config["folder"] / f"rank{rank}.pt")
+        sent = attachment.metrics()["comm/bytes_wire"]
+    torch.save((began, losses, weights_of(model.module), sent), config["folder"] / f"rank{rank}.pt")
 
 
 def test_a_run_that_ray_restarts_is_the_run_that_never_stopped(local_ray, tmp_path):
     result = fit(two_epochs, tmp_path, "restarted")
-    for rank, (wanted_losses, wanted, _) in enumerate(reference(epochs=2)):
-        began, losses, weights = torch.load(tmp_path / f"rank{rank}.pt")
+    for rank, (wanted_losses, wanted, bytes_of_both) in enumerate(reference(epochs=2)):
+        began, losses, weights, sent = torch.load(tmp_path / f"rank{rank}.pt")
         assert began == STEPS
         assert losses == wanted_losses[STEPS:]
         assert torch.equal(weights, wanted)
+        assert 2 * sent == bytes_of_both > 0
     with result.checkpoint.as_directory() as folder:
         assert files_in(Path(folder) / "gradlane") == FILES
     assert result.metrics["epoch"] == 1

@@ -23,6 +23,7 @@ import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.transformers import attach_trainer  # noqa: E402
 
+from ..checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
     BATCH,
     FILES,
@@ -30,6 +31,7 @@ from .launched import (  # noqa: E402
     RATE,
     STEPS,
     WORLD,
+    assert_carried,
     equal,
     files_in,
     ranks,
@@ -154,6 +156,37 @@ def test_a_resumed_run_is_the_run_that_never_stopped(where, tmp_path):
         assert kept == {"checkpoint-12": FILES, "checkpoint-16": FILES}
 
 
+def saved(rank, folder):
+    run = trainer(folder, save_strategy="epoch")
+    comm = attach_trainer(run, MEMORY)
+    run.train()
+    return owed_by(comm.attachment.strategy, 2)
+
+
+class Look(TrainerCallback):
+    """What is there when the first step begins."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if not hasattr(self, "found"):
+            self.found = self.comm.attachment.step, owed_by(self.comm.attachment.strategy, 3)
+
+
+def resumed_by_three(rank, folder):
+    look = Look()
+    run = trainer(folder, epochs=2, callbacks=[look])
+    look.comm = attach_trainer(run, MEMORY)
+    run.train(resume_from_checkpoint=True)
+    return *look.found, weights_of(run.model)
+
+
+def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
+    before = ranks(saved, tmp_path)
+    after = ranks(resumed_by_three, tmp_path, world=3)
+    assert [step for step, *_ in after] == [STEPS] * 3
+    assert_carried(before, [owed for _, owed, _ in after])
+    assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
+
+
 def logged(rank, folder):
     run = trainer(folder, report_to="tensorboard", eval_strategy="epoch", evaluates=True)
     comm = attach_trainer(run, "Cast(Mean(), bfloat16)", nonfinite="raise", verify_every=100)
@@ -175,8 +208,13 @@ def test_metrics_arrive_in_the_logs(tmp_path, monkeypatch):
 
 
 class Stop(TrainerCallback):
+    """Attaches too late, and stops."""
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 3:
+            with pytest.raises(WrongState) as caught:
+                attach_trainer(self.trainer, "Mean()")
+            self.told = str(caught.value)
             raise OSError("the disk is full")
 
 
@@ -186,11 +224,13 @@ def refused(rank, folder):
             call(*args, **options)
         return str(caught.value)
 
-    run = trainer(folder, callbacks=[Stop()], save_strategy="steps", save_steps=2)
+    stop = Stop()
+    run = stop.trainer = trainer(folder, callbacks=[stop], save_strategy="steps", save_steps=2)
     found = [message(WrongType, attach_trainer, "Mean()", run)]
     comm = attach_trainer(run, "Mean()")
     found += [message(WrongState, attach_trainer, run, "Noop()")]
     assert message(OSError, run.train) == "the disk is full"
+    found += [stop.told]
     with pytest.raises(WrongState, match="closed"):
         comm.attachment.swap("Mean()")
     torch.distributed.barrier()
@@ -207,9 +247,10 @@ def refused(rank, folder):
 
 
 def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
-    turned, twice, no_folder = ranks(refused, tmp_path)[0]
+    turned, twice, late, no_folder = ranks(refused, tmp_path)[0]
     assert "attach_trainer(trainer, strategy)" in turned
     assert "make a new Trainer" in twice
+    assert "before trainer.train()" in late
     assert "no manifest.json" in no_folder
     assert str(tmp_path / "checkpoint-2" / "gradlane") in no_folder
     assert "attach_trainer(..., resume=False)" in no_folder

@@ -89,13 +89,36 @@ def test_the_interface_follows_the_variable_then_the_host_name(monkeypatch):
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False, True, ["costs"]),
         ({"TORCH_DISTRIBUTED_DEBUG": "INFO"}, False, False, []),
         ({"NCCL_SOCKET_NTHREADS": "16"}, False, False, []),
-        ({}, True, True, ["note"]),
-        ({"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}, True, True, []),
-        ({"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}, True, True, ["broken"]),
     ],
 )
 def test_the_environment(environ, nccl, cuda, levels):
     assert [found.level for found in look_at_environment(environ, nccl=nccl, cuda_build=cuda)] == levels
+
+
+def sockets(threads=None, each=None, **more):
+    given = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": each, **more}
+    environ = {name: str(value) for name, value in given.items() if value is not None}
+    return [(found.what, found.advice) for found in look_at_environment(environ, nccl=True, cuda_build=True)]
+
+
+def test_sockets_of_nccl_are_advised_once_and_held_to_its_limits():
+    ((what, advice),) = sockets()
+    assert "one TCP socket" in what
+    assert "NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4" in advice
+    assert sockets(NCCL_IB_DISABLE=1) == sockets()
+    for fine in ((4, 4), (16, 4), (1, 64), (8, None), (None, 8)):
+        assert sockets(*fine) == sockets(*fine, NCCL_IB_DISABLE=1) == []
+    assert sockets(17, 1) == [("NCCL_SOCKET_NTHREADS=17", "NCCL takes 16 at most")]
+    ((what, advice),) = sockets(16, 8)
+    assert what.endswith("= 128")
+    assert advice == "NCCL takes 64 at most: NCCL_NSOCKS_PERTHREAD=4"
+
+
+def test_sockets_of_nccl_are_no_matter_on_other_networks():
+    assert sockets(NCCL_NET="IB") == []
+    ((what, _),) = sockets(4, NCCL_NET="AWS Libfabric")
+    assert what == "NCCL_NET=AWS Libfabric, and NCCL_SOCKET_NTHREADS is for TCP sockets"
+    assert sockets(4, 4, NCCL_NET="socket") == []
 
 
 @pytest.fixture

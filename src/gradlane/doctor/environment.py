@@ -10,7 +10,8 @@ import torch.distributed as dist
 from .finding import Finding
 
 SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
-MOST_SOCKETS = 64  # threads times sockets, by NCCL's documentation
+MOST_THREADS = 16  # by NCCL's documentation, as what follows; beyond it NCCL warns and takes less
+MOST_SOCKETS = 64  # threads times sockets of each
 
 
 def look_at_environment(
@@ -42,21 +43,30 @@ def _debugging(environ: Mapping[str, str], cuda_build: bool) -> list[Finding]:
 
 
 def _nccl(environ: Mapping[str, str]) -> list[Finding]:
-    if environ.get("NCCL_IB_DISABLE") == "1" or not any(environ.get(name) for name in SOCKETS):
-        return [
-            Finding(
-                "NCCL",
-                "note",
-                "NCCL uses few TCP connections between hosts by default",
-                "on fast Ethernet try NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and measure",
-            )
-        ]
+    chosen = {name: environ[name] for name in SOCKETS if environ.get(name)}
+    network = environ.get("NCCL_NET", "Socket")
+    if network.lower() != "socket":  # InfiniBand's verbs, or a plugin
+        what = f"NCCL_NET={network}, and {' and '.join(chosen)} is for TCP sockets"
+        advice = "InfiniBand ignores it; what a plugin does with it is in the plugin's documentation"
+        return [Finding("NCCL", "note", what, advice)] if chosen else []
+    if not chosen:
+        what = "NCCL sends over one TCP socket for each connection by default (more on AWS and Google Cloud)"
+        advice = (
+            f"on Ethernet of 100 Gbit/s try {SOCKETS[0]}=4 {SOCKETS[1]}=4, and measure; InfiniBand "
+            "ignores them"
+        )
+        return [Finding("NCCL", "note", what, advice)]
     threads, sockets = (_number(environ.get(name)) for name in SOCKETS)
+    if threads > MOST_THREADS:
+        advice = f"NCCL takes {MOST_THREADS} at most"
+        return [Finding("NCCL", "note", f"{SOCKETS[0]}={threads}", advice)]
     if threads * sockets > MOST_SOCKETS:
         what = f"{SOCKETS[0]} x {SOCKETS[1]} = {threads * sockets}"
-        return [Finding("NCCL", "broken", what, f"their product may be {MOST_SOCKETS} at most")]
+        advice = f"NCCL takes {MOST_SOCKETS} at most: {SOCKETS[1]}={MOST_SOCKETS // threads}"
+        return [Finding("NCCL", "note", what, advice)]
     return []
 
 
 def _number(text: str | None) -> int:
+    """1 is NCCL's default, but for some clouds."""
     return int(text) if text and text.isdigit() else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric import Fabric
@@ -19,13 +18,11 @@ from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
-from .lightning_checkpoints import folder_beside, is_local, write_folders_beside
+from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
 from .resume import go_on
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-START_ANEW = "GradientComm(..., resume=False)"
 
 
 class GradientComm(Callback):
@@ -57,6 +54,7 @@ class GradientComm(Callback):
         self.attachment: Attachment | None = None
         settings_of(**options)  # what is wrong with them is told now, not when training starts
         self._options = options
+        self.failure: BaseException | None = None
         self._log_every = log_every
         self._resume = resume
         self._fresh = self.strategy.state_dict()
@@ -77,6 +75,7 @@ class GradientComm(Callback):
             )
         write_folders_beside(strategy, self)
         self._saved_at = None
+        self.failure = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ddp = trainer.strategy.model
@@ -92,13 +91,19 @@ class GradientComm(Callback):
         self.attachment = attachment = attach(ddp, self.strategy, scaler=trainer.scaler, **self._options)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
-            self._load(attachment, Path(trainer.ckpt_path))
+            self._load(attachment, trainer.ckpt_path)
         elif before is not None and goes_on:
             attachment.load_state_dict(before.state_dict())
         self._logged = attachment.step
 
-    def _load(self, attachment: Attachment, checkpoint: Path) -> None:
-        folder = folder_beside(checkpoint.resolve())  # a link has its folder where the checkpoint is
+    def _load(self, attachment: Attachment, checkpoint: object) -> None:
+        path = local_path(checkpoint)
+        if path is None:
+            raise InvalidValue(
+                f"{checkpoint} is not in a file system, and the memory of the ranks is saved to file systems "
+                f"only; to begin with an empty memory: {START_ANEW}"
+            )
+        folder = folder_beside(path.resolve())  # a link has its folder where the checkpoint is
         go_on(attachment, folder, without=START_ANEW)
         if self._saved_at is not None and attachment.step != self._saved_at:
             raise InvalidValue(
@@ -123,6 +128,7 @@ class GradientComm(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.failure = exception
         self._close()  # Lightning calls no teardown of callbacks then
 
     def _close(self) -> None:
@@ -140,7 +146,7 @@ class GradientComm(Callback):
 def _warn_of_remote_checkpoints(trainer: Trainer) -> None:
     for callback in trainer.checkpoint_callbacks:
         path = getattr(callback, "dirpath", None)
-        if path and not is_local(path):
+        if path and local_path(path) is None:
             warnings.warn(
                 f"checkpoints go to {path}, and the memory of each rank to file systems only: it will not be "
                 f"saved; to resume, use {START_ANEW}",

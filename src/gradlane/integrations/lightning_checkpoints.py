@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..attachment import Attachment
+from ..lane.failure import with_note
+
+START_ANEW = "GradientComm(..., resume=False)"
 
 
 class Owner(Protocol):
     """The callback whose attachment is saved."""
 
     attachment: Attachment | None
+    failure: BaseException | None
+    """What ended training, while Lightning makes its last checkpoints of it."""
 
 
 def folder_beside(checkpoint: Path) -> Path:
@@ -32,22 +37,37 @@ def write_folders_beside(strategy: Any, owner: Owner) -> None:
     find = weakref.ref(owner)
 
     def save(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        owner = find()
-        attachment = None if owner is None else owner.attachment
+        owner, path = find(), local_path(filepath)
         # Checkpoints of weights only have no callbacks in them, and nothing can go on from there.
-        if attachment is not None and "callbacks" in checkpoint and is_local(filepath):
+        if owner is not None and path is not None and "callbacks" in checkpoint:
             # The folder first: a checkpoint that is there has one, whenever the run is cut off.
-            attachment.save(folder_beside(Path(filepath)))
+            _save_folder(owner, path)
         save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove(filepath: Any) -> None:
         remove_checkpoint(filepath)
-        if strategy.is_global_zero and is_local(filepath):
-            shutil.rmtree(folder_beside(Path(filepath)), ignore_errors=True)
+        path = local_path(filepath)
+        if strategy.is_global_zero and path is not None:
+            shutil.rmtree(folder_beside(path), ignore_errors=True)
 
     strategy.save_checkpoint, strategy.remove_checkpoint = save, remove
 
 
-def is_local(path: object) -> bool:
-    """Lightning also writes to s3:// and the like; files of each rank are written to file systems only."""
-    return "://" not in str(path)
+def _save_folder(owner: Owner, checkpoint: Path) -> None:
+    if owner.attachment is None:
+        return
+    try:
+        owner.attachment.save(folder_beside(checkpoint))
+    except Exception as error:
+        if owner.failure is None:
+            raise
+        # After an exception the ranks may be in different steps, or gone. It is what must be seen.
+        why = str(error).partition("\n")[0]
+        note = f"{checkpoint} is without the memory of the ranks ({why}); to resume from it: {START_ANEW}"
+        with_note(owner.failure, note)
+
+
+def local_path(path: object) -> Path | None:
+    """None for s3:// and the like, where Lightning writes too: files of each rank need a file system."""
+    text = str(path)
+    return None if "://" in text else Path(text)

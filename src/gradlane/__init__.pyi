@@ -1,0 +1,146 @@
+# For type checkers: the names that __init__.py imports when they are used.
+from ._version import __version__
+from .aggregate.adasum import AdaSum
+from .aggregate.centre import CenteredClipping, GeometricMedian
+from .aggregate.krum import Bulyan, Krum, MultiKrum
+from .aggregate.mean import mean
+from .aggregate.middle import Median, NearMedian, TrimmedMean
+from .aggregate.mixing import NNM
+from .aggregate.mixture import Mixture
+from .aggregate.rule import GramRule, RowRule, Rule
+from .aggregate.watch import Watch
+from .attachment import Attachment
+from .codecs.base import Codec
+from .codecs.fp8 import Fp8
+from .codecs.natural import Natural
+from .codecs.randomk import RandomK
+from .codecs.raw import Raw
+from .codecs.sign import Sign
+from .codecs.topk import TopK
+from .codecs.uniform import Int2, Int4, Int8
+from .core.bucket import Bucket, Slot
+from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note, step_sum
+from .core.events import Event, StepTimes, Timing
+from .core.memory import Memory
+from .core.strategy import Reduced, Strategy
+from .ddp import attach
+from .elastic import init_elastic
+from .end import shutdown
+from .errors import (
+    GradlaneError,
+    InvalidValue,
+    NonFinite,
+    NotSaved,
+    PeerFailed,
+    PeerLost,
+    RanksDisagree,
+    WrongState,
+    WrongType,
+)
+from .reducer import Reducer, reduce_gradients
+from .report.jsonl import JsonLines
+from .report.sink import Run, Sink
+from .simulate.dryrun import Trace, dry_run
+from .simulate.ranks import Simulation
+from .strategies.cast import Cast
+from .strategies.combined import Combined
+from .strategies.dgc import DGC
+from .strategies.exchange import Gathered, Sharded, Summed
+from .strategies.feedback import ErrorFeedback, ErrorFeedback21
+from .strategies.function import strategy_from
+from .strategies.lowrank.acpsgd import AcpSGD
+from .strategies.lowrank.powersgd import PowerSGD
+from .strategies.mean import Mean, Noop
+from .strategies.momentum import WorkerMomentum
+from .strategies.private import Private
+from .strategies.route import Route
+from .strategies.schedule import After
+from .strategies.text import describe, parse
+from .strategies.tokens import TokenCount
+from .strategies.weighted import WeightedMean
+
+__all__ = [
+    "DGC",
+    "NNM",
+    "AcpSGD",
+    "AdaSum",
+    "After",
+    "Attachment",
+    "Bucket",
+    "Bulyan",
+    "Cast",
+    "CenteredClipping",
+    "Codec",
+    "Combined",
+    "ErrorFeedback",
+    "ErrorFeedback21",
+    "Event",
+    "Fp8",
+    "Gathered",
+    "GeometricMedian",
+    "GradlaneError",
+    "GramRule",
+    "Int2",
+    "Int4",
+    "Int8",
+    "InvalidValue",
+    "JsonLines",
+    "Krum",
+    "Mean",
+    "Median",
+    "Memory",
+    "Mixture",
+    "MultiKrum",
+    "Natural",
+    "NearMedian",
+    "NonFinite",
+    "Noop",
+    "NotSaved",
+    "Payload",
+    "PeerFailed",
+    "PeerLost",
+    "PowerSGD",
+    "Private",
+    "RandomK",
+    "RanksDisagree",
+    "Raw",
+    "Reduced",
+    "Reducer",
+    "Route",
+    "RowRule",
+    "Rule",
+    "Run",
+    "Sharded",
+    "Sign",
+    "Simulation",
+    "Sink",
+    "Slot",
+    "StepTimes",
+    "Strategy",
+    "Summed",
+    "Timing",
+    "TokenCount",
+    "TopK",
+    "Trace",
+    "TrimmedMean",
+    "Watch",
+    "WeightedMean",
+    "WorkerMomentum",
+    "WrongState",
+    "WrongType",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "attach",
+    "describe",
+    "dry_run",
+    "init_elastic",
+    "mean",
+    "note",
+    "parse",
+    "reduce_gradients",
+    "shutdown",
+    "step_sum",
+    "strategy_from",
+]
