@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
+from gradlane.lane.peers import Peers
 from gradlane.local import tell
 
 from ..catalogue import STRATEGIES
@@ -130,6 +131,19 @@ def told(what, seconds):
 def test_killed_at_four_points(name):
     chance = drawing(f"kill one, {name}")
     told(name, [kill_one(name, Blow.drawn(chance)) for _ in range(4)])
+
+
+def test_rank_0_ends_no_sooner_than_a_slow_survivor_has_read(monkeypatch):
+    """It holds the store. Without it nobody can say who is lost; and a rank that reported was not."""
+    at_once = Peers.diagnose
+
+    def slowly(peers, *given):
+        if peers.rank == 3:
+            time.sleep(1.0)
+        return at_once(peers, *given)
+
+    monkeypatch.setattr(Peers, "diagnose", slowly)
+    kill_one("int4 feedback", Blow(rank=2, step=3, point=None, delay=0.0))
 
 
 def test_rank_0_and_its_store_are_killed():

@@ -117,11 +117,13 @@ class Peers:
             within(GRACE + ALIVE, lambda: self._hear(told), "the store")
         except Exception as lost:  # noqa: BLE001  any error of any store means the same here
             host = self.board.host
-            return PeerLost(
-                f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)}); {host.who} is "
-                f"gone or did not answer within {self.timeout:g} s",
-                host.rank,
-            )
+            if host.rank not in told:  # else it has lost the same rank as this one, and ended meanwhile
+                return PeerLost(
+                    f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)}); "
+                    f"{host.who} is gone or did not answer within {self.timeout:g} s",
+                    host.rank,
+                )
+        self._let_all_hear(told)
         for rank, report in told.items():
             if report["raised"]:
                 return PeerFailed(
@@ -153,6 +155,20 @@ class Peers:
             if any(report["raised"] for report in told.values()):
                 return
             time.sleep(0.02)
+
+    def _let_all_hear(self, told: dict[int, Document]) -> None:
+        """A rank that ends takes the store with it, if it holds it: so it stays for those who still read."""
+        topic = f"life{self._life}/heard"
+
+        def until_all_have() -> None:
+            deadline = time.monotonic() + ALIVE
+            while time.monotonic() < deadline and not all(self.board.read(topic, rank) for rank in told):
+                time.sleep(0.02)
+
+        with contextlib.suppress(Exception):  # the store is gone
+            within(SOON, lambda: self.board.pin(topic, {"heard": True}), "the store")
+            if self.board.host.rank == self.rank:
+                within(ALIVE + SOON, until_all_have, "the store")
 
     def drop(self, turn: Turn) -> None:
         """Close the connections of a turn, where nothing is under way: peers that wait for this rank on
