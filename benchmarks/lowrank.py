@@ -44,7 +44,7 @@ class Buffers:
         self.arms: dict[str, Callable[[], object]] = {
             "copy": lambda: self.ours.copy_(self.flat),
             "rows": lambda: self.each(products.project_rows, self.g, self.owed, self.fixed, self.rough),
-            "orthonormalise": lambda: self.each(products.orthonormalise, self.rough),
+            "orthonormalise": lambda: products.orthonormalise_all(self.rough),
             "columns+settle": lambda: self.columns(),
             "expand": lambda: self.each(products.expand, self.p, self.q, self.into),
             "step": lambda: self.step(),
@@ -80,7 +80,7 @@ class Buffers:
         """As the strategy does it: the first pass leaves gradient + debt in the place of the gradient."""
         for g, owed, q, p in zip(self.work, self.debt, self.q, self.p, strict=True):
             products.project_rows(g, owed, q, p, keep_sum=True)
-        self.each(products.orthonormalise, self.p)
+        products.orthonormalise_all(self.p)
         for g, owed, left, p, q in zip(self.work, self.debt, self.next, self.p, self.q, strict=True):
             products.project_columns(g, owed, p, q, settle=True, left=left, summed=True)
         self.debt, self.next = self.next, self.debt
