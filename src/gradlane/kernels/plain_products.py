@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-RUN = 131_072  # elements
-TERMS = 65_536  # elements; expand goes over two such runs at once
+RUN = 262_144  # elements
+TERMS = 65_536  # elements; many operations go over two such runs
 
 
 def project_rows(
@@ -34,27 +34,24 @@ def project_rows(
 def project_columns(
     g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None, summed: bool
 ) -> None:
-    add = None if summed else owed
-    if left is None and add is None:
+    apart = left is not None and owed is not None and left.data_ptr() != owed.data_ptr()
+    m = g
+    if summed or owed is None:
         torch.mm(p, g, out=q)
-        return
-    if left is None:
-        whole = _room(g)
+    elif left is None:
+        torch.mm(p, g, out=q).addmm_(p, owed)
     else:
-        assert owed is not None
-        whole = torch.empty_like(g) if left.data_ptr() == owed.data_ptr() else left
-    q.zero_()
-    for rows in _runs(g):
-        m = whole[: rows.stop - rows.start] if left is None else whole[rows]
-        m.copy_(g[rows]) if add is None else torch.add(g[rows], add[rows], out=m)
-        q.addmm_(p[:, rows], m)
-    if left is None:
+        m = left if apart else torch.empty_like(g)
+        q.zero_()
+        for rows in _runs(g):
+            q.addmm_(p[:, rows], torch.add(g[rows], owed[rows], out=m[rows]))
+    if left is None or owed is None:
         return
-    assert owed is not None
-    sound = q.isfinite().all(0)
+    sound, room = q.isfinite().all(0), _room(g) if m is g and not apart else m
     for rows in _runs(g):
-        m = whole[rows].addmm_(p[:, rows].t(), q, alpha=-1)
-        _put(m, sound, owed[rows], left[rows])
+        to = left[rows] if apart else room[rows] if room is m else room[: rows.stop - rows.start]
+        torch.addmm(m[rows], p[:, rows].t(), q, alpha=-1, out=to)
+        _put(to, sound, owed[rows], left[rows])
 
 
 def _put(m: Tensor, sound: Tensor, owed: Tensor, left: Tensor) -> None:
@@ -68,15 +65,16 @@ def _put(m: Tensor, sound: Tensor, owed: Tensor, left: Tensor) -> None:
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
-    first, *others = q
-    room = _room(out, TERMS)
-    for rows in _runs(out, TERMS):
-        column, *columns = p[:, rows].unsqueeze(2)
-        total = torch.mul(column, first, out=out[rows])
-        term = room[: len(total)]
-        for column, row in zip(columns, others, strict=True):
+    total, term = _room(out, TERMS), _room(out, TERMS)
+    step, rows = len(total), q.unbind()
+    parts = zip(*(torch.split(row, step) for row in p.unsqueeze(2).unbind()), strict=True)
+    for to, columns in zip(torch.split(out, step), parts, strict=True):
+        total, term = total[: len(to)], term[: len(to)]  # the last run is shorter
+        torch.mul(columns[0], rows[0], out=total if len(rows) > 1 else to)
+        for k in range(1, len(rows)):
             # not addmm, not addcmul: they round once where this rounds twice
-            total.add_(torch.mul(column, row, out=term))
+            torch.mul(columns[k], rows[k], out=term)
+            torch.add(total, term, out=total if k < len(rows) - 1 else to)
 
 
 def _runs(matrix: Tensor, elements: int = RUN) -> Iterator[slice]:
