@@ -122,17 +122,16 @@ def test_the_residual_norm_is_noted():
     assert ranks.figures["residual_square"] == pytest.approx(float(sum(own.square().sum() for own in owed)))
 
 
-@pytest.mark.parametrize("numel", [16_385, 100_003])
+@pytest.mark.parametrize("numel", [8_193, 50_003])
 def test_the_sampled_norm_is_near_and_looks_everywhere_in_time(numel):
     owed = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     owed[: numel // 3] *= 5  # as layers differ
     exact = float(owed.square().sum())
-    seen = torch.zeros(numel)
+    ones, seen = torch.ones(numel, requires_grad=True), torch.zeros(numel, dtype=torch.bool)
     for step in range(100):
         assert float(squared_norm(owed, step)) == pytest.approx(exact, rel=0.15)
-        seen.requires_grad_(True)
-        seen = (seen + torch.autograd.grad(squared_norm(seen + 1.0, step), seen)[0]).detach()
-    assert (seen > 0).all()
+        seen |= torch.autograd.grad(squared_norm(ones, step), ones)[0] > 0
+    assert seen.all()
 
 
 def plain_dgc(gradients, momentum, clip, share, steps):

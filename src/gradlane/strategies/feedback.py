@@ -21,8 +21,8 @@ from .private import refuse_private_inside
 from .weighted import WeightedMean
 
 KEPT_IN = (torch.float32, torch.bfloat16)
-SAMPLE = 16_384  # elements looked at for the norm, at least
-RUN = 8  # of them in a row
+SAMPLE = 8_192  # elements looked at for the norm, at least
+RUN = 16  # of them in a row
 HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 
 
@@ -141,10 +141,10 @@ def squared_norm(owed: Tensor, step: int) -> Tensor:
         apart = numel // (SAMPLE // RUN)
         rows = numel // apart
         first = step % 2 * (numel - rows * apart)  # or the last would never be seen
-        start = step // 2 * RUN % (apart - RUN + 1)
-        seen = owed[first : first + rows * apart].view(rows, apart)[:, start : start + RUN].reshape(-1)
-    seen = seen.float()
-    return seen.dot(seen) * (numel / max(1, seen.numel()))
+        start = min(step // 2 % -(-apart // RUN) * RUN, apart - RUN)
+        seen = owed[first : first + rows * apart].view(rows, apart)[:, start : start + RUN]
+    norm: Tensor = torch.linalg.vector_norm(seen, dtype=torch.promote_types(owed.dtype, torch.float32))
+    return norm.float().square() * (numel / max(1, seen.numel()))
 
 
 def _check_inner(inner: object, name: str) -> None:
