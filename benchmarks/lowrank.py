@@ -18,10 +18,11 @@ from copies import parser_for, timed, write
 from torch import Tensor
 
 from gradlane.kernels import native, products
+from gradlane.kernels.narrow_debt import add_debt, leave_debt
 
 SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
 PASSES = ("rows", "orthonormalise", "columns+settle", "expand")
-OTHERS = ("step", "columns apart", "rows+settle", "rows apart", "torch's sequence")
+OTHERS = ("step", "step, bf16 debt", "columns apart", "rows+settle", "rows apart", "torch's sequence")
 
 
 class Buffers:
@@ -34,6 +35,10 @@ class Buffers:
         self.g, self.owed, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
         self.left = matrices(self.spare, shapes)
         self.work, self.debt, self.next = (matrices(self.flat.clone(), shapes) for _ in range(3))
+        self.whole = torch.randn(numel)
+        self.sums = matrices(self.whole, shapes)
+        self.narrow, narrow_next = (self.error.bfloat16() for _ in range(2))
+        self.narrow_debt, self.narrow_next = matrices(self.narrow, shapes), matrices(narrow_next, shapes)
         self.p = [torch.randn(rank, a) for a, _ in shapes]
         self.q = [torch.randn(rank, b) for _, b in shapes]
         self.fixed = [torch.randn(rank, b) for _, b in shapes]
@@ -44,10 +49,11 @@ class Buffers:
         self.arms: dict[str, Callable[[], object]] = {
             "copy": lambda: self.ours.copy_(self.flat),
             "rows": lambda: self.each(products.project_rows, self.g, self.owed, self.fixed, self.rough),
-            "orthonormalise": lambda: self.each(products.orthonormalise, self.rough),
+            "orthonormalise": lambda: products.orthonormalise_all(self.rough),
             "columns+settle": lambda: self.columns(),
             "expand": lambda: self.each(products.expand, self.p, self.q, self.into),
             "step": lambda: self.step(),
+            "step, bf16 debt": lambda: self.step_narrow(),
             "columns apart": lambda: self.columns_apart(),
             "rows+settle": lambda: self.rows_settled(),
             "rows apart": lambda: self.rows_apart(),
@@ -80,11 +86,23 @@ class Buffers:
         """As the strategy does it: the first pass leaves gradient + debt in the place of the gradient."""
         for g, owed, q, p in zip(self.work, self.debt, self.q, self.p, strict=True):
             products.project_rows(g, owed, q, p, keep_sum=True)
-        self.each(products.orthonormalise, self.p)
+        products.orthonormalise_all(self.p)
         for g, owed, left, p, q in zip(self.work, self.debt, self.next, self.p, self.q, strict=True):
             products.project_columns(g, owed, p, q, settle=True, left=left, summed=True)
         self.debt, self.next = self.next, self.debt
         self.each(products.expand, self.p, self.q, self.work)
+
+    def step_narrow(self) -> None:
+        """The same with a debt in bfloat16."""
+        add_debt(self.whole, self.narrow)
+        for m, q, p in zip(self.sums, self.q, self.p, strict=True):
+            products.project_rows(m, None, q, p)
+        products.orthonormalise_all(self.p)
+        debts = zip(self.sums, self.p, self.q, self.narrow_debt, self.narrow_next, strict=True)
+        for m, p, q, owed, left in debts:
+            products.project_columns(m, None, p, q)
+            leave_debt(m, p, q, owed, left)
+        self.each(products.expand, self.p, self.q, self.sums)
 
 
 def matrices(flat: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:

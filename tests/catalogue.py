@@ -175,6 +175,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     ),
     "acpsgd": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1)),
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
+    "acpsgd, bf16 memory": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
 }
 """``Noop`` is not among them: it is the one strategy that leaves replicas different. ``Private`` has no noise
@@ -190,6 +191,7 @@ OWING = (
     "powersgd",
     "powersgd, as torch owes",
     "powersgd by name, bf16 memory",
+    "acpsgd, bf16 memory",
     "powersgd bf16",
     "powersgd of buckets",
     "powersgd within a budget",

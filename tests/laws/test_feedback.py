@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradlane as gl
-from gradlane.strategies.feedback import settled
+from gradlane.strategies.feedback import settled, squared_norm
 
 from ..catalogue import OWING, STRATEGIES
 from .test_laws import SHAPES, gradients, simulation
@@ -120,6 +120,18 @@ def test_the_residual_norm_is_noted():
     ranks.step([{"w": torch.ones(500)} for _ in range(2)])
     owed = [strategy.memory.state_dict()["w"] for strategy in ranks.strategies]
     assert ranks.figures["residual_square"] == pytest.approx(float(sum(own.square().sum() for own in owed)))
+
+
+@pytest.mark.parametrize("numel", [8_193, 50_003])
+def test_the_sampled_norm_is_near_and_looks_everywhere_in_time(numel):
+    owed = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    owed[: numel // 3] *= 5  # as layers differ
+    exact = float(owed.square().sum())
+    ones, seen = torch.ones(numel, requires_grad=True), torch.zeros(numel, dtype=torch.bool)
+    for step in range(100):
+        assert float(squared_norm(owed, step)) == pytest.approx(exact, rel=0.15)
+        seen |= torch.autograd.grad(squared_norm(ones, step), ones)[0] > 0
+    assert seen.all()
 
 
 def plain_dgc(gradients, momentum, clip, share, steps):

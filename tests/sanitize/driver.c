@@ -93,6 +93,12 @@ static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int
     }
     gradlane_project_rows(level, threads, g, owed, q, a, b, r, NULL, 1, p);
     gradlane_project_columns(level, threads, g, owed, p, a, b, r, apart, 1, q);
+    uint16_t *narrow = exactly(a * b * 2), *narrow_apart = exactly(a * b * 2);
+    for (int64_t i = 0; i < a * b; i++) narrow[i] = (uint16_t)(bits_of(owed[i]) >> 16);
+    gradlane_add_debt(level, threads, g, narrow, a * b);
+    gradlane_leave_debt(level, threads, g, p, q, a, b, r, narrow, narrow_apart);
+    gradlane_leave_debt(level, threads, g, p, q, a, b, r, narrow, narrow);
+    free(narrow), free(narrow_apart);
     gradlane_expand(level, threads, p, q, a, b, r, g);
     free(g), free(owed), free(apart), free(p), free(q);
 }

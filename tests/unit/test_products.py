@@ -1,5 +1,7 @@
 """Low-rank products, compiled for every level and in plain torch, against the fp64 reference."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -287,6 +289,22 @@ def test_a_large_orthonormalise_has_the_bits_of_torch(monkeypatch, choice, shape
     assert products.orthonormalise(plain)
     assert torch.equal(found.view(torch.int32), plain.view(torch.int32))
     assert apart_from_orthonormal(found) < 1e-6
+
+
+@every_choice
+def test_many_at_once_become_what_each_becomes_alone(monkeypatch, choice):
+    """Of any ranks and sizes, some of them dependent, one broken: bit for bit."""
+    monkeypatch.setenv(native.VARIABLE, choice)
+    generator = np.random.default_rng(12)
+    given = [p for _, p in rows_to_try(generator)]
+    given += [matrix(generator, 3, size) for size in (64, 65, 100, 128, 129, 1000, 1024)]
+    given += [matrix(generator, 3, 1) @ matrix(generator, 1, size) for size in (65, 100, 1000)]
+    given[-1][1, 7] = math.nan
+    alone, together = ([p.clone() for p in given] for _ in range(2))
+    expected = [products.orthonormalise(p) for p in alone]
+    assert products.orthonormalise_all(together) == expected
+    assert expected.count(False) == 1
+    assert all(same_bits(x, y) for x, y in zip(alone, together, strict=True))
 
 
 @every_choice

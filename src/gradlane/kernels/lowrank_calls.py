@@ -13,6 +13,11 @@ LOW_RANK: dict[str, tuple[tuple[type, ...], type | None]] = {
     "project_rows": (_PROJECT, None),
     "project_columns": (_PROJECT, c_int),
     "expand": ((c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
+    "add_debt": ((c_int, c_int, c_void_p, c_void_p, c_int64), None),
+    "leave_debt": (
+        (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+        None,
+    ),
     "orthonormalise": ((c_int, c_void_p, c_int64, c_int64), c_int),
 }
 
@@ -40,6 +45,14 @@ class LowRankCalls:
 
     def expand(self, p: Tensor, q: Tensor, out: Tensor) -> None:
         self._call["expand"](*self._how(), p.data_ptr(), q.data_ptr(), *out.shape, len(p), out.data_ptr())
+
+    def add_debt(self, flat: Tensor, owed: Tensor) -> None:
+        self._call["add_debt"](*self._how(), flat.data_ptr(), owed.data_ptr(), flat.numel())
+
+    def leave_debt(self, m: Tensor, p: Tensor, q: Tensor, owed: Tensor, left: Tensor) -> None:
+        factors = p.data_ptr(), q.data_ptr()
+        debts = owed.data_ptr(), left.data_ptr()
+        self._call["leave_debt"](*self._how(), m.data_ptr(), *factors, *m.shape, len(p), *debts)
 
     def orthonormalise(self, p: Tensor) -> bool:
         return bool(_enough(self._call["orthonormalise"](self._level, p.data_ptr(), *p.shape)))

@@ -12,11 +12,13 @@ follows them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
-from . import plain_products
+from . import plain_gram_schmidt, plain_products
 from .calls import Native
 from .native import native_for
 
@@ -78,7 +80,7 @@ def project_columns(
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
     """out = p^T q, each element added up in the order of the ranks, every step rounded to fp32."""
-    _check(out, p, q)
+    check_factors(out, p, q)
     if out.is_meta:
         return
     kernels = _kernels(out)
@@ -95,27 +97,42 @@ def orthonormalise(p: Tensor) -> bool:
     made orthogonal to them: the result is orthonormal for every finite p. If an element is not finite, p
     stays as it is and the answer is False.
     """
-    _check_one("p", p)
-    ranks, size = p.shape
-    if ranks > size:
-        raise InvalidValue(f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks")
-    if p.is_meta or not p.numel():
-        return True
-    kernels = _kernels(p)
-    return kernels.orthonormalise(p) if kernels else plain_products.orthonormalise(p)
+    return orthonormalise_all([p])[0]
+
+
+def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
+    """The same for each of them; in plain torch that costs little more than one if they are of one size."""
+    for p in factors:
+        _check_one("p", p)
+        ranks, size = p.shape
+        if ranks > size:
+            raise InvalidValue(
+                f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks"
+            )
+    there = [place for place, p in enumerate(factors) if p.numel() and not p.is_meta]
+    kernels = _kernels(factors[there[0]]) if there else None
+    given, done = [factors[place] for place in there], [True] * len(factors)
+    found = (
+        [kernels.orthonormalise(p) for p in given]
+        if kernels
+        else plain_gram_schmidt.orthonormalise_all(given)
+    )
+    for place, fine in zip(there, found, strict=True):
+        done[place] = fine
+    return done
 
 
 def row_squares(q: Tensor) -> Tensor:
     """The square of each row's norm, in fp64 and in a fixed order: every rank decides by it alike."""
     _check_one("q", q)
-    return plain_products.row_squares(q)
+    return plain_gram_schmidt.row_squares(q)
 
 
 def _kernels(tensor: Tensor) -> Native | None:
     return native_for(tensor) if tensor.dtype == torch.float32 else None
 
 
-def _check(g: Tensor, p: Tensor, q: Tensor) -> None:
+def check_factors(g: Tensor, p: Tensor, q: Tensor) -> None:
     for name, tensor in (("matrix", g), ("p", p), ("q", q)):
         _check_one(name, tensor, like=g)
     ranks = p.shape[0]
@@ -130,7 +147,7 @@ def _check_debt(
     g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool, left: Tensor | None
 ) -> Tensor | None:
     """Where what is left goes, or None where nothing is settled."""
-    _check(g, p, q)
+    check_factors(g, p, q)
     for name, debt in (("owed", owed), ("left", left)):
         if debt is not None:
             _check_one(name, debt, like=g)

@@ -21,7 +21,8 @@ from .private import refuse_private_inside
 from .weighted import WeightedMean
 
 KEPT_IN = (torch.float32, torch.bfloat16)
-SAMPLE = 16_384  # elements looked at for the norm, at least
+SAMPLE = 8_192  # elements looked at for the norm, at least
+RUN = 16  # of them in a row
 HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 
 
@@ -133,10 +134,17 @@ def residual(owed: Tensor, step: int) -> Tensor:
 
 
 def squared_norm(owed: Tensor, step: int) -> Tensor:
-    """Estimated from evenly spaced elements where there are many: the whole would be a pass over memory."""
-    stride = max(1, owed.numel() // SAMPLE)
-    seen = owed[step % stride :: stride].float()
-    return seen.dot(seen) * (owed.numel() / max(1, seen.numel()))
+    """Estimated from evenly spaced runs where there are many: the whole would be a pass over memory, and
+    of single elements each would cost a line of the cache. Others in every step, and in time all."""
+    numel, seen = owed.numel(), owed
+    if numel > SAMPLE:
+        apart = numel // (SAMPLE // RUN)
+        rows = numel // apart
+        first = step % 2 * (numel - rows * apart)  # or the last would never be seen
+        start = min(step // 2 % -(-apart // RUN) * RUN, apart - RUN)
+        seen = owed[first : first + rows * apart].view(rows, apart)[:, start : start + RUN]
+    norm: Tensor = torch.linalg.vector_norm(seen, dtype=torch.promote_types(owed.dtype, torch.float32))
+    return norm.float().square() * (numel / max(1, seen.numel()))
 
 
 def _check_inner(inner: object, name: str) -> None:

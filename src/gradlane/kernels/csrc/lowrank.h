@@ -16,6 +16,16 @@ typedef struct {
     int keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
 } Product;
 
+/* The same with a debt in bfloat16: what is owed and what is left; m is the sum, or becomes it. */
+typedef struct {
+    const float *m, *p, *q;
+    float *sum;
+    const uint16_t *owed;
+    uint16_t *left;
+    int64_t a, b, r;
+} Debt;
+
+#define TOO_LARGE 0x7F7F8000u /* bits of the least number that bfloat16 rounds to infinity */
 #define ROWS 2        /* rows that share what is loaded of q */
 #define DEEP 16       /* rows that are summed up in registers before q is touched */
 #define SHARE 64      /* columns; threads share a matrix in such pieces */
@@ -24,7 +34,7 @@ typedef struct {
 #define MOST_TILE 512 /* columns; narrower for tall matrices */
 #define LEAST_TILE 64 /* below it, two passes through memory are cheaper */
 #define COLUMNS 128   /* of the fp64 basis that are worked on at once */
-#define LEAST 1e-12   /* as in plain_products.py */
+#define LEAST 1e-12   /* as in plain_gram_schmidt.py */
 
 INLINE int64_t share_of(int64_t count, int64_t unit, int part, int parts) {
     const int64_t at = (count + unit - 1) / unit * part / parts * unit;
@@ -70,6 +80,7 @@ INLINE int finite_portable(Four v) {
 #include "products.h"
 #include "expand.h"
 #include "orthonormal.h"
+#include "debt.h"
 #undef NAME
 #undef TARGET
 #undef LANES
@@ -98,6 +109,7 @@ TARGET INLINE int finite_avx2(__m256 v) {
 #include "products.h"
 #include "expand.h"
 #include "orthonormal.h"
+#include "debt.h"
 #undef NAME
 #undef TARGET
 #undef LANES
@@ -120,6 +132,7 @@ TARGET INLINE int finite_avx512(__m512 v) { return _mm512_fpclass_ps_mask(v, 0x9
 #include "products.h"
 #include "expand.h"
 #include "orthonormal.h"
+#include "debt.h"
 #undef NAME
 #undef TARGET
 #undef LANES
@@ -171,6 +184,21 @@ EXPORT void gradlane_expand(int level, int threads, const float *p, const float 
     Product job = {.p = p, .q = q, .out = out, .a = a, .b = b, .r = r};
     job.past = a * b >= WORTH_PASSING;
     spread(AT_LEVEL(level, expand_part), &job, threads_for(a * b, threads));
+}
+
+/* g += owed, which is bfloat16. */
+EXPORT void gradlane_add_debt(int level, int threads, float *g, const uint16_t *owed, int64_t n) {
+    level = level_with_fma(level);
+    Debt job = {.sum = g, .owed = owed, .b = n};
+    spread(AT_LEVEL(level, add_debt_part), &job, threads_for(n, threads));
+}
+
+/* left = m - p^T q in bfloat16; left may be owed itself. */
+EXPORT void gradlane_leave_debt(int level, int threads, const float *m, const float *p, const float *q, int64_t a,
+                                int64_t b, int64_t r, const uint16_t *owed, uint16_t *left) {
+    level = level_with_fma(level);
+    Debt job = {.m = m, .p = p, .q = q, .a = a, .b = b, .r = r, .owed = owed, .left = left};
+    spread(AT_LEVEL(level, leave_debt_part), &job, threads_for(a * b, threads));
 }
 
 /* 1: done; 0: p is not finite and stays as it was; -1: no memory. */

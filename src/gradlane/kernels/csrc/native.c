@@ -6,7 +6,7 @@
 
 #include "common.h"
 
-#define ABI 9 /* the same number as in kernels/calls.py */
+#define ABI 10 /* the same number as in kernels/calls.py */
 
 #if defined(__x86_64__)
 #define X86 1

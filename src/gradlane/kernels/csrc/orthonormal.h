@@ -1,4 +1,4 @@
-/* Gram-Schmidt in fp64, bit for bit as kernels/plain_products.py does it: included once for each level. */
+/* Gram-Schmidt in fp64, bit for bit as kernels/plain_gram_schmidt.py does it: included once for each level. */
 
 /* Sums are taken in a fixed tree: as if filled up with zeros to a power of two, then halves added. */
 TARGET static double NAME(halved)(double *terms, int64_t n) {

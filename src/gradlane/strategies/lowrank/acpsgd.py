@@ -14,11 +14,12 @@ from ...core.memory import Memory
 from ...core.numbers import is_small
 from ...core.strategy import Reduced, Strategy
 from ...kernels.finite import all_finite
+from ...kernels.narrow_debt import add_debt, leave_debt
 from ...kernels.products import expand, project_columns, project_rows
 from .cut import Matrix, Rank, View, check_common, cut
 from .factors import (
     FactorMemory,
-    keep_factor,
+    keep_factors,
     kept_factor,
     message_for,
     message_in,
@@ -59,8 +60,11 @@ class AcpSGD(Strategy):
         sends_rows = bucket.step % 2 == 0
         parts = cut(bucket, self.rank, self.min_compression_rate, self.view)
         matrices = parts.matrices
-        wide = widened(bucket)
-        flat, owed, left = wide
+        flat, owed, left = widened(bucket), bucket.owed, bucket.owed_after
+        debt, narrow = owed, None  # what the products settle, and what is settled after them
+        if owed is not None and owed.dtype != flat.dtype:
+            add_debt(flat, owed)
+            debt, narrow = None, owed
         known_in, sent_in = (self.right, self.left) if sends_rows else (self.left, self.right)
         sizes = [m.rows if sends_rows else m.columns for m in matrices]
         others = [m.columns if sends_rows else m.rows for m in matrices]
@@ -70,11 +74,14 @@ class AcpSGD(Strategy):
         ]
         message = message_for(bucket, "factors P" if sends_rows else "factors Q", parts, sizes, rest=True)
 
-        parts.gather(flat, owed, message.rest)
+        parts.gather(flat, debt, message.rest)
         project = project_rows if sends_rows else project_columns
         for m, fixed, factor in zip(matrices, known, message.factors, strict=True):  # 1
-            before, after = (None if debt is None else m.of(debt) for debt in (owed, left))
-            project(m.of(flat), before, fixed, factor, settle=owed is not None, left=after)
+            before, after = (None if part is None or debt is None else m.of(part) for part in (debt, left))
+            project(m.of(flat), before, fixed, factor, settle=debt is not None, left=after)
+            if narrow is not None and left is not None:
+                p, q = (factor, fixed) if sends_rows else (fixed, factor)
+                leave_debt(m.of(flat), p, q, m.of(narrow), m.of(left))
         mine = message.flat.clone() if bucket.feedback else None
         message = message_in(await all_reduce(message.flat), parts, sizes, message.rest.numel())
 
@@ -83,10 +90,9 @@ class AcpSGD(Strategy):
         _expand_all(matrices, message.factors, known, flat, sends_rows)  # 2
         parts.scatter(message.rest, flat)
         if owed is not None:
-            parts.settle_rest(flat, owed, left)
-        for m, factor, fine in zip(matrices, message.factors, whole, strict=True):  # 3
-            if fine:
-                keep_factor(sent_in, m, factor)
+            parts.settle_rest(message.rest, owed, left)
+        kept = zip(matrices, message.factors, whole, strict=True)
+        keep_factors(sent_in, [(m, factor) for m, factor, fine in kept if fine])  # 3
 
         def sent() -> Tensor:
             assert mine is not None
@@ -96,7 +102,7 @@ class AcpSGD(Strategy):
             parts.scatter(own.rest, out)
             return out.to(bucket.flat.dtype)
 
-        return Reduced(narrowed_back(bucket, wide), sent if mine is not None else None, sound)
+        return Reduced(narrowed_back(bucket, flat), sent if mine is not None else None, sound)
 
 
 def _expand_all(

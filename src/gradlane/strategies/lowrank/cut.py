@@ -55,15 +55,21 @@ class Cut(NamedTuple):
         for place, part in self._runs(run):
             into[place].copy_(part)
 
-    def settle_rest(self, answer: Tensor, owed: Tensor, left: Tensor | None) -> None:
+    def settle_rest(self, averaged: Tensor, owed: Tensor, left: Tensor | None) -> None:
         """The rest was sent whole and nothing of it is ``left``, but for what came back as no number."""
-        if answer.device.type == "meta" or left is None:
+        if averaged.device.type == "meta" or left is None:
             return
-        for place in self.rest:
-            if all_finite(answer[place]):  # the usual case, without a mask of that size
+        usual = all_finite(averaged)  # then there is no need of a mask
+        for place, part in self._runs(averaged):
+            if usual:
                 left[place].zero_()
             else:
-                left[place].copy_(owed[place]).masked_fill_(answer[place].isfinite(), 0.0)
+                left[place].copy_(owed[place]).masked_fill_(part.isfinite(), 0.0)
+
+    def leave_rest(self, given: Tensor, sent: Tensor, left: Tensor) -> None:
+        """``left`` becomes what was ``given`` of the rest and not ``sent``, rounded to its width."""
+        for place, part in self._runs(sent):
+            left[place].copy_(given[place].sub_(part).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
     def _runs(self, whole: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start = 0

@@ -14,7 +14,7 @@ from ...core.bucket import Bucket
 from ...core.memory import Memory
 from ...errors import WrongType
 from ...kernels.counter import draws, keys_of
-from ...kernels.products import orthonormalise
+from ...kernels.products import orthonormalise, orthonormalise_all
 from .cut import WHOLE_BUCKET, Cut, Matrix, slot_of
 
 SALT = 0x10F4  # of the first factors
@@ -67,35 +67,20 @@ def width(bucket: Bucket) -> torch.dtype:
     return torch.promote_types(bucket.flat.dtype, torch.float32)
 
 
-class Wide(NamedTuple):
-    """The gradient, what is owed, and what takes the new debt, as wide as the factors."""
-
-    flat: Tensor
-    owed: Tensor | None
-    left: Tensor | None
-
-
-def widened(bucket: Bucket) -> Wide:
-    """The bucket's own tensors where they are wide enough."""
+def widened(bucket: Bucket) -> Tensor:
+    """The gradient as wide as the factors: the bucket's own where it is wide enough."""
     if bucket.flat.is_sparse:
         name = bucket.names[0]
         raise WrongType(
             f"the sparse gradient of {name!r} has no low rank to find; give it a strategy of its own with "
             f"Route({{{name!r}: Mean()}}, otherwise=...), or use a dense embedding"
         )
-    flat, owed, left, wide = bucket.flat, bucket.owed, bucket.owed_after, width(bucket)
-    if flat.dtype != wide:
-        flat = bucket.empty("wide gradient", flat.numel(), wide).copy_(flat)
-    if owed is not None and owed.dtype != wide:
-        owed = left = bucket.empty("wide debt", owed.numel(), wide).copy_(owed)
-    return Wide(flat, owed, left)
+    flat, wide = bucket.flat, width(bucket)
+    return flat if flat.dtype == wide else bucket.empty("wide gradient", flat.numel(), wide).copy_(flat)
 
 
-def narrowed_back(bucket: Bucket, wide: Wide) -> Tensor:
-    """The answer in the gradient's own width, and the debt in that of its memory."""
-    flat, left, after = wide.flat, wide.left, bucket.owed_after
-    if left is not None and after is not None and left is not after:
-        after.copy_(left)
+def narrowed_back(bucket: Bucket, flat: Tensor) -> Tensor:
+    """The answer in the gradient's own width."""
     return flat if flat is bucket.flat else bucket.flat.copy_(flat)
 
 
@@ -126,11 +111,12 @@ def drawn(bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
     return bits.mul_(2.0**-31).sub_(1.0).view(matrix.rank, size).to(width(bucket))
 
 
-def keep_factor(memory: Memory, matrix: Matrix, factor: Tensor) -> None:
-    """For the next step, orthonormal: so a product with it is as large as the gradient, never its square.
+def keep_factors(memory: Memory, factors: Sequence[tuple[Matrix, Tensor]]) -> None:
+    """For the next step, orthonormal: so a product with one is as large as the gradient, never its square.
 
     A row without content becomes a direction of its own, so that what begins with zeros can grow.
     """
-    kept = memory.blank(matrix.name, factor).copy_(factor)
-    orthonormalise(kept)
-    memory.put(matrix.name, kept)
+    kept = [memory.blank(matrix.name, factor).copy_(factor) for matrix, factor in factors]
+    orthonormalise_all(kept)
+    for (matrix, _), factor in zip(factors, kept, strict=True):
+        memory.put(matrix.name, factor)

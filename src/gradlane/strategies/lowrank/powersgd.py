@@ -16,12 +16,13 @@ from ...core.numbers import is_number, is_small
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
 from ...kernels.finite import all_finite
-from ...kernels.products import expand, orthonormalise, project_columns, project_rows
+from ...kernels.narrow_debt import add_debt, leave_debt
+from ...kernels.products import expand, orthonormalise_all, project_columns, project_rows
 from .cut import Cut, Rank, View, check_common, check_whole, cut
 from .factors import (
     FactorMemory,
     Message,
-    keep_factor,
+    keep_factors,
     kept_factor,
     message_for,
     message_in,
@@ -99,17 +100,15 @@ class PowerSGD(Strategy):
                 break
             qs = await step.columns(last=not left)  # 3
             if left:
-                for q in qs:  # as large as M now: a product with M would be as large as its square
-                    orthonormalise(q)
+                orthonormalise_all(qs)  # as large as M now: a product with M would be as large as its square
         step.answer(qs)  # 4
         sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
         if self.warm_start:
-            for matrix, q in sound:
-                keep_factor(memory, matrix, q)
+            keep_factors(memory, sound)
         if self.plan is not None:
             self.plan.saw(bucket, sound)
             await note(ranks=sum(matrix.rank for matrix in step.cut.matrices))
-        return Reduced(narrowed_back(bucket, step.wide), step.sent(), step.sound())
+        return Reduced(narrowed_back(bucket, step.flat), step.sent(), step.sound())
 
     def ranks(self) -> dict[str, int]:
         """The ranks that the budget gave, by name of parameter; none before the first step."""
@@ -134,16 +133,20 @@ class _Step:
 
     def __init__(self, bucket: Bucket, cut: Cut, owes: Owes) -> None:
         self.bucket, self.cut = bucket, cut
-        self.wide = widened(bucket)
-        self.flat, self.owed, self.left = self.wide
+        self.flat, self.owed, self.left = widened(bucket), bucket.owed, bucket.owed_after
         self.own = owes == "own"
+        self.narrow = self.owed is not None and self.owed.dtype != self.flat.dtype
+        """The debt is of another width: it is added at once, and left by ``leave_debt``."""
         self.ps: list[Tensor] = []
         self.fine = [True] * len(cut.matrices)
         """Per matrix: all numbers so far are finite. They come from the wire, so all ranks see the same."""
         self._rest: Tensor | None = None
         self._averaged_qs: Tensor | None = None
         self._mine: tuple[Tensor, Tensor] | None = None  # the rest and Q as this rank sent them
-        if self.owed is not None and self.left is not None and not self.own:
+        if self.narrow and self.owed is not None:
+            add_debt(self.flat, self.owed)
+            self.given, self.debt = self.flat, None
+        elif self.owed is not None and self.left is not None and not self.own:
             self.given = torch.add(self.owed, self.flat, out=self.left)  # M, until the answer is taken off
             self.debt = None
         else:
@@ -165,19 +168,22 @@ class _Step:
         if first:
             self._rest = message.rest
         self.ps = message.factors
-        self.fine = [fine and orthonormalise(p) for fine, p in zip(self.fine, self.ps, strict=True)]
+        done = orthonormalise_all(self.ps)
+        self.fine = [fine and whole for fine, whole in zip(self.fine, done, strict=True)]
 
     async def columns(self, last: bool) -> list[Tensor]:
         """Q, averaged; in the last turn the rank's own is taken off what it owes."""
         sizes = [m.columns for m in self.cut.matrices]
         message = self._message("factors Q", sizes, rest=False)
         for place, (p, q) in enumerate(zip(self.ps, message.factors, strict=True)):
-            matrix, settles = self.cut.matrices[place], last and self.debt is not None
-            owed, left = (
-                matrix.of(debt) if settles and debt is not None else None for debt in (self.debt, self.left)
-            )
+            matrix, leaves = self.cut.matrices[place], last and self.own
+            owed, left = (matrix.of(d) if leaves and d is not None else None for d in (self.owed, self.left))
+            m, settles = matrix.of(self.given), owed is not None and not self.narrow
             if self.fine[place]:
-                project_columns(matrix.of(self.given), owed, p, q, settle=settles, left=left, summed=True)
+                before, after = (owed, left) if settles else (None, None)
+                project_columns(m, before, p, q, settle=settles, left=after, summed=True)
+                if self.narrow and owed is not None and left is not None:
+                    leave_debt(m, p, q, owed, left)
                 continue
             q.zero_()
             if left is not None and owed is not None:  # what is owed stays as it was
@@ -191,6 +197,8 @@ class _Step:
         return message.factors
 
     def answer(self, qs: list[Tensor]) -> None:
+        if self.narrow and not self.own:
+            self._leave_mean(qs)
         for matrix, p, q, fine in zip(self.cut.matrices, self.ps, qs, self.fine, strict=True):
             if fine:
                 expand(p, q, matrix.of(self.flat))
@@ -202,9 +210,21 @@ class _Step:
             return
         if self.own:
             assert self.owed is not None
-            self.cut.settle_rest(self.flat, self.owed, self.left)
-        else:
+            self.cut.settle_rest(self._rest, self.owed, self.left)
+        elif not self.narrow:
             self.left.sub_(self.flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _leave_mean(self, qs: list[Tensor]) -> None:
+        """What the mean could not hold, while M is still in the place of the answer."""
+        assert self.owed is not None
+        assert self.left is not None
+        assert self._rest is not None
+        for matrix, p, q, fine in zip(self.cut.matrices, self.ps, qs, self.fine, strict=True):
+            if fine:
+                leave_debt(matrix.of(self.flat), p, q, matrix.of(self.owed), matrix.of(self.left))
+            else:
+                matrix.of(self.left).zero_()
+        self.cut.leave_rest(self.flat, self._rest, self.left)
 
     def sound(self) -> bool:
         """P is orthonormal, so that what is in the answer is no larger than Q, and the rest."""
