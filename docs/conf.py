@@ -40,11 +40,13 @@ html_show_copyright = False
 
 
 def readable(app, what, name, obj, options, signature, returns):
-    """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed. Types are
-    shown without quotes. A class whose base is not installed has the signature of its own `__init__`."""
+    """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed.
+
+    Types are shown without quotes. A class whose base is not installed has the signature of its `__init__`.
+    """
     if what == "class" and "__init__" in vars(obj) and signature == "(*args: Any, **kwargs: Any)":
         own = inspect.signature(obj.__init__, bound_method=True)
-        signature = inspect.stringify_signature(own, show_return_annotation=False, short_literals=True)
+        signature = inspect.stringify_signature(own, show_return_annotation=False)
         signature = signature.replace("collections.abc.", "").replace("datetime.", "")
     if signature:
         signature = re.sub(r": '([^']*)'", r": \1", signature.replace("<factory>", "..."))
