@@ -3,6 +3,10 @@
 Nothing is fetched at the build, and the pages fetch nothing: they can be read from a folder, search included.
 """
 
+import re
+
+from sphinx.util import inspect
+
 from gradlane import __version__
 
 project = "gradlane"
@@ -14,6 +18,8 @@ exclude_patterns = ["_static"]
 # Links such as page.md#a-heading work as they do where the repository is browsed.
 myst_heading_anchors = 3
 
+# The reference is the same whether they are installed or not.
+autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False  # what all strategies do is told once, at Strategy
 autodoc_member_order = "bysource"
@@ -34,8 +40,17 @@ html_show_copyright = False
 
 
 def readable(app, what, name, obj, options, signature, returns):
-    """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed."""
-    return (signature and signature.replace("<factory>", "..."), returns)
+    """A default that a factory makes is shown as `...`; what dataclasses write there cannot be parsed.
+
+    Types are shown without quotes. A class whose base is not installed has the signature of its `__init__`.
+    """
+    if what == "class" and "__init__" in vars(obj) and signature == "(*args: Any, **kwargs: Any)":
+        own = inspect.signature(obj.__init__, bound_method=True)
+        signature = inspect.stringify_signature(own, show_return_annotation=False)
+        signature = signature.replace("collections.abc.", "").replace("datetime.", "")
+    if signature:
+        signature = re.sub(r": '([^']*)'", r": \1", signature.replace("<factory>", "..."))
+    return (signature, returns)
 
 
 def setup(app):

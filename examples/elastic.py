@@ -75,7 +75,7 @@ def train(folder: Path, strategy: str, steps: int, every: int) -> None:
             save(folder, step + 1, model, optimizer, attachment)
     if chief:
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-        print(f"done: loss {loss.item():.4f}, weights {sha256(weights).hexdigest()[:16]}", flush=True)
+        print(f"done: step {max(start, steps)}, weights {sha256(weights).hexdigest()[:16]}", flush=True)
     attachment.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -262,3 +263,7 @@ def close_all() -> None:
     """Close all that is still open."""
     for at_work in list(_open):
         at_work.close()
+
+
+# For those who forget: a lane that is open when the interpreter goes could take it down.
+atexit.register(close_all)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 from datetime import timedelta
 
@@ -16,10 +15,6 @@ def close_all() -> None:
     """Close every attachment, every reducer and every lane of a compat hook that is still open."""
     at_work.close_all()
     compat.close_all()
-
-
-# For those who forget: a lane that is open when the interpreter goes could take it down.
-atexit.register(close_all)
 
 
 def shutdown(timeout: float = 30.0) -> None:

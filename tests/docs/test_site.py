@@ -2,13 +2,17 @@
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 import gradlane
 import gradlane.compat
+import gradlane.doctor
 
 from .build import DOCS, build
+
+FRAMEWORKS = {"accelerate", "lightning", "ray", "transformers"}
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +27,25 @@ def described(site):
     return {name for page in pages for name in re.findall(r'<dt [^>]*id="([\w.]+)"', page)}
 
 
-@pytest.mark.parametrize("module", [gradlane, gradlane.compat], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [gradlane, gradlane.compat, gradlane.doctor], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_in_the_reference(module, described):
     public = {f"{module.__name__}.{name}" for name in module.__all__ if name != "__version__"}
     missing = sorted(public - described)
     assert missing == [], "give these an entry in a page of docs/api/"
+
+
+def test_the_integrations_are_in_the_reference_without_their_frameworks(described):
+    """Read from their sources: the frameworks need not be installed."""
+    public = set()
+    for path in (Path(gradlane.__file__).parent / "integrations").glob("*.py"):
+        if not set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)) & FRAMEWORKS:
+            continue
+        names = re.findall(r"^(?:def|class) ([A-Za-z]\w*)", path.read_text(), re.MULTILINE)
+        public |= {f"gradlane.integrations.{path.stem}.{name}" for name in names}
+    assert len(public) == 8
+    assert not sorted(public - described)
 
 
 def test_every_page_is_built(site):

@@ -1,5 +1,6 @@
 """The lanes of bare hooks: one for each process group and strategy, opened when the first bucket comes."""
 
+import atexit
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -91,3 +92,6 @@ def close_all() -> None:
     for known in _open.values():
         known.feed.lane.close()
     _open.clear()
+
+
+atexit.register(close_all)  # for those who forget

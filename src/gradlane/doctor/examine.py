@@ -25,6 +25,8 @@ LOCAL_RANKS = 2
 
 @dataclass(frozen=True)
 class Report:
+    """What ``examine`` found; on a job's ranks the same but for ``rank``."""
+
     where: str
     rank: int
     findings: tuple[Finding, ...]

@@ -10,9 +10,11 @@ Level = Literal["fine", "note", "costs", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
+    """One thing that was looked at, what was found, and what to do about it."""
+
     topic: str
     level: Level
-    """``note``: worth knowing. ``costs``: time or memory, for nothing. ``broken``: it will not work."""
+    """A ``note`` is worth knowing, ``costs`` is time or memory for nothing, and ``broken`` will not work."""
     what: str
     advice: str = ""
     who: str = ""

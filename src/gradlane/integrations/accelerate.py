@@ -80,8 +80,8 @@ def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[DistributedDa
     if not isinstance(ddp, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False):
         raise WrongType(
             f"gradlane works on DDP models, and with distributed_type={accelerator.distributed_type.value} "
-            f"prepare made a {type(ddp).__name__}; start two or more processes with torchrun or accelerate "
-            "launch, without FSDP and DeepSpeed"
+            f"prepare made a {type(ddp).__name__}; start two or more processes (torchrun --nproc-per-node 2 "
+            "train.py), without FSDP and DeepSpeed"
         )
     for place, known in enumerate(accelerator._models):  # which has what is inside of DDP
         if isinstance(ddp, DistributedDataParallel) and known is ddp.module:

@@ -31,13 +31,14 @@ class GradientComm(Callback):
     It attaches when training starts and closes when it ends, however it ends. The metrics go to the
     trainer's loggers. Beside every ``x.ckpt`` lies a folder ``x.ckpt.gradlane`` with the memory of each
     rank; ``fit(ckpt_path=...)`` reads it, ``ModelCheckpoint`` deletes it with its checkpoint. A second
-    ``fit`` of the same module goes on with the memory, as it goes on with the module's weights.
+    ``fit`` of the same module goes on with the memory, as it goes on with the module's weights. The scaler is
+    that of the trainer's precision.
 
     Args:
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
         log_every: steps between two lots of metrics; the trainer's ``log_every_n_steps`` by default.
         resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
-        options: as for ``gradlane.attach``; the scaler is that of the trainer's precision.
+        options: as for ``gradlane.attach``.
     """
 
     def __init__(

@@ -39,14 +39,14 @@ def attach_trainer(
 
     It attaches when training begins and closes when it ends, however it ends. The metrics are in what the
     Trainer logs, and the memory of each rank is in the folder ``gradlane`` of each checkpoint, from where
-    ``train(resume_from_checkpoint=...)`` takes it.
+    ``train(resume_from_checkpoint=...)`` takes it. The scaler is the Trainer's own.
 
     Args:
         trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
         metrics: which of the metrics to log (the Trainer prints what it logs); None for all.
         resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
-        options: as for ``gradlane.attach``; the scaler is the Trainer's own.
+        options: as for ``gradlane.attach``.
     """
     if not isinstance(trainer, Trainer):
         raise WrongType(
