@@ -41,6 +41,25 @@ def test_nobody_is_named_when_nobody_is_late():
     assert run_ranks(one_comes_late, 3, 6.0, 0.5) == [[], [], []]
 
 
+def one_comes_late_to_the_roll_call(rank):
+    warnings = Warnings()
+    model = build()
+    with gl.Reducer(model, "Sharded(Raw())", timeout=6) as reducer:
+        for step in range(4):
+            model(data(rank, step)).backward()
+            if rank == 1 and step == 2:
+                time.sleep(3.5)
+            reducer.reduce()
+    return [line for _, line in warnings.lines]
+
+
+def test_a_roll_call_is_a_place_of_its_own():
+    first, late = run_ranks(one_comes_late_to_the_roll_call, 2)
+    assert late == []
+    (line,) = first
+    assert line.startswith("rank 1 has not entered the roll call of step 2 (waited 1.")
+
+
 def one_stays_in_its_decoder(rank):
     warnings = Warnings()
     ddp = DistributedDataParallel(build(), **SMALL)

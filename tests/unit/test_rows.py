@@ -127,3 +127,41 @@ def test_threads_do_not_change_a_bit(level):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def huge(ranks, count):
+    """Values up to 3e38, of both signs, among others; few bits each, so that distances are exact."""
+    chance = torch.Generator().manual_seed(100 + ranks)
+    sizes = torch.tensor([0.0, 2.0**120, 2.0**126, 1.5 * 2.0**126, 2.0**127, 1.75 * 2.0**127])
+    given = sizes[torch.randint(len(sizes), (ranks, count), generator=chance)]
+    signs = torch.randint(3, (ranks, count), generator=chance).clamp(max=1) * 2 - 1  # most of them equal
+    return given * signs
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 33, 65])
+def test_a_mean_of_huge_values_does_not_overflow(level, ranks):
+    given = huge(ranks, 1000)
+    wide = given.double()
+    trim = (ranks - 1) // 4
+    for low, high in {((ranks - 1) // 2, ranks // 2 + 1), (trim, ranks - trim), (0, ranks)}:
+        exact = wide.sort(0).values[low:high].mean(0)
+        found = middle(given, low, high)
+        assert found.isfinite().all()
+        assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e33)
+        largest = torch.full((ranks, 3), torch.finfo(torch.float32).max)
+        assert torch.equal(middle(largest, low, high), largest[0])
+    for keep in {1, (ranks + 1) // 2, ranks}:
+        found = near_middle(given, keep)
+        exact = slow.near_median(wide, keep)
+        assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e33), keep
+
+
+def test_huge_values_have_the_same_bits_everywhere(monkeypatch):
+    for ranks in (2, 5, 8, 64):
+        answers = []
+        for level in LEVELS:
+            monkeypatch.setenv(native.VARIABLE, level)
+            given = huge(ranks, 3001)
+            answers.append(torch.stack([middle(given, 0, ranks), near_middle(given, (ranks + 1) // 2)]))
+        assert all(torch.equal(answers[0], answer) for answer in answers), ranks

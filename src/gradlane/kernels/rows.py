@@ -31,7 +31,10 @@ def mean_of_sorted(rows: Tensor, low: int, high: int, out: Tensor) -> None:
         return
     for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
-        out[start : start + BLOCK] = _sum(block[low:high]).div_(high - low)
+        mean = _sum(block[low:high]).div_(high - low)
+        if (huge := ~mean.isfinite()).any():  # the sum has passed the largest number, not the mean
+            mean[huge] = _sum(block[low:high, huge].double()).div_(high - low).to(mean.dtype)
+        out[start : start + BLOCK] = mean
 
 
 def mean_near_middle(rows: Tensor, keep: int, out: Tensor) -> None:
@@ -45,15 +48,25 @@ def mean_near_middle(rows: Tensor, keep: int, out: Tensor) -> None:
     if native is not None:
         native.middle(rows.contiguous(), network(len(rows)), out, keep=keep)
         return
-    ranks = len(rows)
     for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
-        middle = (block[(ranks - 1) // 2] + block[ranks // 2]) / 2
-        total = _sum(block[:keep])
-        for low in range(ranks - keep):
-            nearer = block[low + keep] - middle < middle - block[low]
-            total = torch.where(nearer, _sum(block[low + 1 : low + 1 + keep]), total)
-        out[start : start + BLOCK] = total.div_(keep)
+        mean = _mean_near_middle(block, keep)
+        middle, spread = _sum_in_middle(block), block[-1] - block[0]
+        if (huge := ~(mean.isfinite() & middle.isfinite() & spread.isfinite())).any():
+            mean[huge] = _mean_near_middle(block[:, huge].double(), keep).to(mean.dtype)
+        out[start : start + BLOCK] = mean
+
+
+def _mean_near_middle(block: Tensor, keep: int) -> Tensor:
+    middle, total = _sum_in_middle(block) / 2, _sum(block[:keep])
+    for low in range(len(block) - keep):
+        nearer = block[low + keep] - middle < middle - block[low]
+        total = torch.where(nearer, _sum(block[low + 1 : low + 1 + keep]), total)
+    return total.div_(keep)
+
+
+def _sum_in_middle(block: Tensor) -> Tensor:
+    return block[(len(block) - 1) // 2] + block[len(block) // 2]
 
 
 def _check(rows: Tensor, out: Tensor) -> None:

@@ -26,7 +26,8 @@ class Place(NamedTuple):
     doing: str
 
     def __str__(self) -> str:
-        return f"bucket {self.bucket} of step {self.step}"
+        what = f"bucket {self.bucket}" if self.bucket >= 0 else "the roll call"  # of a Reducer
+        return f"{what} of step {self.step}"
 
 
 Where = Callable[[], Place | None]

@@ -60,7 +60,7 @@ class ThreadLane:
         self._failure: BaseException | None = None  # for the trainer
         self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
-        self._turn = 0  # requests waited for in this step: begun and ended ones, so odd while it waits
+        self._turn, self._turn_of = 0, -1  # requests waited for in a step: begun and ended, so odd meanwhile
         self._last_answer = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -147,7 +147,8 @@ class ThreadLane:
         bucket = job.running.bucket
         if bucket.index == 0:
             self._open.clear()  # of a backward that was given up
-            self._turn = 0
+        if bucket.step != self._turn_of:
+            self._turn, self._turn_of = 0, bucket.step
         self._open.append(job)
         try:
             if self._failed_step == bucket.step:
@@ -263,8 +264,7 @@ class ThreadLane:
         assert cause is not None
         if not isinstance(error, ConnectionBroke | PeerFailed | RanksDisagree):
             with contextlib.suppress(Exception):  # this rank has its own error to tell
-                # A second failure in a row may come before this step has met its peers. They will look
-                # for this rank there, so it meets them, only to let go.
+                # After a failure peers may look for this rank in this step: it meets them, only to let go.
                 self._peers.group("world", "later", running.bucket.step)
         self._error = (where, error)
         forget_groups(error)

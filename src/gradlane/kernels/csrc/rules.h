@@ -43,11 +43,51 @@ TARGET INLINE void NAME(add_nearest)(const Middle *job, float tile[MOST_ROWS][TI
     }
 }
 
+/* Whether a sum over a tile has passed the largest number: then such columns are added up in fp64. */
+TARGET INLINE int NAME(passes)(const float *restrict sums) {
+    int32_t most = 0;
+    for (int c = 0; c < TILE; c++) {
+        const int32_t bits = (int32_t)(bits_of(sums[c]) & NO_SIGN);
+        most = bits > most ? bits : most;
+    }
+    return most >= (int32_t)INFINITE;
+}
+
+/* Not finite where what add_nearest compares may have passed the largest number. */
+TARGET INLINE void NAME(spread_of)(const Middle *job, float tile[MOST_ROWS][TILE], float *restrict spread) {
+    const float *low = tile[0], *high = tile[job->rows - 1];
+    const float *a = tile[(job->rows - 1) / 2], *b = tile[job->rows / 2];
+    for (int c = 0; c < TILE; c++) {
+        const float width = high[c] - low[c], sum = a[c] + b[c];
+        spread[c] = bits_of(sum - sum) ? sum : width; /* sum - sum is 0 unless it is not finite */
+    }
+}
+
+/* Where the keep sorted values of a column nearest to its middle begin. */
+INLINE int NAME(nearest_of)(const Middle *job, float tile[MOST_ROWS][TILE], int c) {
+    const double middle = ((double)tile[(job->rows - 1) / 2][c] + tile[job->rows / 2][c]) / 2;
+    int begin = 0;
+    for (int low = 0; low + job->keep < job->rows; low++)
+        if (tile[low + job->keep][c] - middle < middle - tile[low][c]) begin = low + 1;
+    return begin;
+}
+
+TARGET INLINE void NAME(add_widely)(const Middle *job, float tile[MOST_ROWS][TILE], const float *spread,
+                                    float *restrict total, int count) {
+    for (int c = 0; c < TILE; c++) {
+        if ((bits_of(total[c]) & NO_SIGN) < INFINITE && (bits_of(spread[c]) & NO_SIGN) < INFINITE) continue;
+        const int low = job->keep ? NAME(nearest_of)(job, tile, c) : job->low;
+        double sum = tile[low][c];
+        for (int row = low + 1; row < low + count; row++) sum += tile[row][c];
+        total[c] = (float)(sum / count);
+    }
+}
+
 TARGET static void NAME(middle_part)(void *argument, int part, int parts) {
     const Middle *job = argument;
     const int64_t tiles = (job->columns + TILE - 1) / TILE, last = tiles * (part + 1) / parts;
-    const float count = (float)(job->keep ? job->keep : job->high - job->low);
-    float ALIGNED tile[MOST_ROWS][TILE], total[TILE];
+    const int count = job->keep ? job->keep : job->high - job->low;
+    float ALIGNED tile[MOST_ROWS][TILE], total[TILE], spread[TILE] = {0};
     memset(tile, 0, sizeof tile[0] * (size_t)job->rows);
     for (int64_t t = tiles * part / parts; t < last; t++) {
         const int64_t width = NAME(sort_tile)(job, tile, t * TILE);
@@ -55,7 +95,9 @@ TARGET static void NAME(middle_part)(void *argument, int part, int parts) {
             NAME(add_nearest)(job, tile, total);
         else
             NAME(add_rows)(tile, job->low, job->high, total);
-        for (int c = 0; c < TILE; c++) total[c] /= count;
+        for (int c = 0; c < TILE; c++) total[c] /= (float)count;
+        if (job->keep) NAME(spread_of)(job, tile, spread);
+        if (NAME(passes)(total) || NAME(passes)(spread)) NAME(add_widely)(job, tile, spread, total, count);
         memcpy(job->out + t * TILE, total, (size_t)width * sizeof *total);
     }
 }
