@@ -92,7 +92,7 @@ def test_a_run_that_ray_restarts_is_the_run_that_never_stopped(local_ray, tmp_pa
         assert began == STEPS
         assert losses == wanted_losses[STEPS:]
         assert torch.equal(weights, wanted)
-        assert 2 * sent == bytes_of_both > 0
+        assert 0 < bytes_of_both < 2 * sent < 1.01 * bytes_of_both  # a hash of the weights was sent too
     with result.checkpoint.as_directory() as folder:
         assert files_in(Path(folder) / "gradlane") == FILES
     assert result.metrics["epoch"] == 1
