@@ -346,3 +346,14 @@ def test_what_does_not_fit_is_refused():
         products.expand(p.double(), q, g)
     with pytest.raises(InvalidValue, match="at most 2"):
         products.orthonormalise(torch.zeros(3, 2))
+
+
+def test_by_way_of_the_cpu_is_the_same():
+    """What other devices do; the trip itself is all that a CPU cannot show."""
+    generator = torch.Generator().manual_seed(4)
+    given = [torch.randn(3, size, generator=generator) for size in (40, 7, 40)]
+    given[1][0, 2] = math.nan
+    here, there = ([p.clone() for p in given] for _ in range(2))
+    assert products.orthonormalise_all(here) == products.by_way_of_the_cpu(there) == [True, False, True]
+    for p, same in zip(here, there, strict=True):
+        assert torch.equal(p.nan_to_num(nan=9.0), same.nan_to_num(nan=9.0))

@@ -110,16 +110,33 @@ def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
                 f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks"
             )
     there = [place for place, p in enumerate(factors) if p.numel() and not p.is_meta]
-    kernels = _kernels(factors[there[0]]) if there else None
     given, done = [factors[place] for place in there], [True] * len(factors)
-    found = (
-        [kernels.orthonormalise(p) for p in given]
-        if kernels
-        else plain_gram_schmidt.orthonormalise_all(given)
-    )
+    found = _orthonormal(given) if all(p.device.type == "cpu" for p in given) else by_way_of_the_cpu(given)
     for place, fine in zip(there, found, strict=True):
         done[place] = fine
     return done
+
+
+def by_way_of_the_cpu(given: Sequence[Tensor]) -> list[bool]:
+    """Factors are small, and Gram-Schmidt looks at the numbers of every row: one trip there and back instead
+    of a wait for each of them, and the bits are those of every other machine."""
+    there = torch.cat([p.reshape(-1) for p in given]).cpu()
+    found = _orthonormal(_apart(there, given))
+    for p, made in zip(given, _apart(there.to(given[0].device), given), strict=True):
+        p.copy_(made)
+    return found
+
+
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split_with_sizes(flat, [p.numel() for p in like])
+    return [part.view_as(p) for part, p in zip(parts, like, strict=True)]
+
+
+def _orthonormal(given: Sequence[Tensor]) -> list[bool]:
+    kernels = _kernels(given[0]) if given else None
+    if kernels:
+        return [kernels.orthonormalise(p) for p in given]
+    return plain_gram_schmidt.orthonormalise_all(given)
 
 
 def row_squares(q: Tensor) -> Tensor:
