@@ -146,6 +146,18 @@ def test_rank_0_ends_no_sooner_than_a_slow_survivor_has_read(monkeypatch):
     kill_one("int4 feedback", Blow(rank=2, step=3, point=None, delay=0.0))
 
 
+def test_survivors_that_are_slow_to_report_are_not_taken_for_lost(monkeypatch):
+    at_once = Peers.report
+
+    def slowly(peers, *given, **more):
+        if peers.rank in (0, 1):
+            time.sleep(1.8)
+        return at_once(peers, *given, **more)
+
+    monkeypatch.setattr(Peers, "report", slowly)
+    kill_one("int4 feedback", Blow(rank=3, step=3, point=None, delay=0.0))
+
+
 def test_rank_0_and_its_store_are_killed():
     chance = drawing("kill rank 0")
     kill_one("int4 feedback", Blow(0, 3, None, chance.uniform(0, 0.05)))

@@ -114,7 +114,7 @@ class Peers:
         told: dict[int, Document] = {}
         try:
             within(ALIVE, lambda: self.board.read("alive", self.rank), "the store")
-            within(GRACE + ALIVE, lambda: self._hear(told), "the store")
+            within(2 * GRACE + ALIVE, lambda: self._hear(told), "the store")
         except Exception as lost:  # noqa: BLE001  any error of any store means the same here
             host = self.board.host
             if host.rank not in told:  # else it has lost the same rank as this one, and ended meanwhile
@@ -145,9 +145,10 @@ class Peers:
         )
 
     def _hear(self, told: dict[int, Document]) -> None:
-        """The others' reports, until all have reported, one of them an error, or time is up."""
-        deadline = time.monotonic() + GRACE
-        while len(told) < self.world - 1 and time.monotonic() < deadline:
+        """The others' reports, until all have reported, one of them an error, or time is up; twice the time
+        while several are silent, of which more are likely slow than lost."""
+        began = time.monotonic()
+        while (silent := self.world - 1 - len(told)) and time.monotonic() < began + GRACE * min(silent, 2):
             for rank in range(self.world):
                 report = None if rank == self.rank else self.board.read(f"life{self._life}/failed", rank)
                 if report is not None:
