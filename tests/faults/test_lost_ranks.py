@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
-from gradlane.lane.peers import Peers
+from gradlane.lane.peers import GRACE, Peers
 from gradlane.local import tell
 
 from ..catalogue import STRATEGIES
@@ -144,6 +144,23 @@ def test_rank_0_ends_no_sooner_than_a_slow_survivor_has_read(monkeypatch):
 
     monkeypatch.setattr(Peers, "diagnose", slowly)
     kill_one("int4 feedback", Blow(rank=2, step=3, point=None, delay=0.0))
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_who_finds_a_rank_dead_at_its_first_request_tells_those_who_wait_for_it(late, monkeypatch):
+    """The others are in their bucket already, and wait for the late one before they would look at the dead:
+    they hear of it only when the late one closes its connections."""
+
+    at_once = data
+
+    def lately(rank, step):
+        if (rank, step) == (late, 3):
+            time.sleep(0.3)
+        return at_once(rank, step)
+
+    monkeypatch.setitem(globals(), "data", lately)
+    seconds = kill_one("int4 feedback", Blow(3, 3, Point(3, 3, 0, "before encoding"), 0.0))
+    assert seconds < 0.3 + GRACE + 1  # it used to be as long as the late one listened, and then as long again
 
 
 def test_survivors_that_are_slow_to_report_are_not_taken_for_lost(monkeypatch):
