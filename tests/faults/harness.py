@@ -98,7 +98,7 @@ class Run:
         self.story = Story()
         self._victim = victim
         self._on_report = on_report or (lambda run, report: None)
-        self._deadline = deadline
+        self._end = time.monotonic() + deadline + 5  # the ranks watch the deadline themselves
         self.ranks = Ranks(function, world, *args, init=False, deadline=deadline)
         self.pids = [process.pid for process in self.ranks.processes]
 
@@ -109,7 +109,8 @@ class Run:
 
     def ended(self):
         try:
-            self._listen()
+            while self.goes_on(self._end):
+                pass
             if self._victim is not None:
                 self.story.victim_state = state_of(self.pids[self._victim])
             self._join()
@@ -118,19 +119,19 @@ class Run:
         assert gone(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self.pids), 5)
         return self.story
 
-    def _listen(self):
-        end = time.monotonic() + self._deadline + 5  # the ranks watch the deadline themselves
-        while self._awaited() and time.monotonic() < end:
-            for rank, kind, value in self.ranks.messages(end):
-                if kind == "result":
-                    self.story.results[rank] = value
-                elif kind == "failure":
-                    self.story.failures[rank] = value
-                else:
-                    self.story.reports.append(value)
-                    self._on_report(self, value)
-                if not self._awaited():
-                    break
+    def goes_on(self, until):
+        """Hear what the ranks say until then; False when there is nothing more to hear."""
+        for rank, kind, value in self.ranks.messages(min(until, self._end)):
+            if kind == "result":
+                self.story.results[rank] = value
+            elif kind == "failure":
+                self.story.failures[rank] = value
+            else:
+                self.story.reports.append(value)
+                self._on_report(self, value)
+            if not self._awaited():
+                break
+        return bool(self._awaited()) and time.monotonic() < self._end
 
     def _awaited(self):
         return (
@@ -142,12 +143,30 @@ class Run:
             if rank in self.story.results or rank in self.story.failures:
                 process.join(10)
             elif rank == self._victim:
-                process.join(1)  # killed, or stopped
+                process.join(0 if self.story.victim_state == "T" else 1)
             self.story.codes[rank] = process.exitcode
 
 
 def run(function, world, *args, deadline=60, victim=None, on_report=None):
     return Run(function, world, *args, deadline=deadline, victim=victim, on_report=on_report).ended()
+
+
+def side_by_side(starts, most):
+    """The stories of runs that ``starts`` begin, in their order; ``most`` of them go on at a time, since each
+    waits for a lost rank for longer than it works."""
+    waiting, going, stories = list(enumerate(starts)), {}, {}
+    try:
+        while waiting or going:
+            while waiting and len(going) < most:
+                number, start = waiting.pop(0)
+                going[number] = start()
+            for number, running in list(going.items()):
+                if not running.goes_on(time.monotonic() + 0.01):
+                    stories[number] = going.pop(number).ended()
+    finally:
+        for running in going.values():
+            running.ranks.close()
+    return [stories[number] for number in sorted(stories)]
 
 
 def state_of(pid):

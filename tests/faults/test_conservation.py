@@ -52,6 +52,7 @@ def strided(shape, chance, generator, dtype):
 def check_strategies(cases):
     """Of one rank alone, whose answer is what it has sent; and of two, whose answers are summed in fp32."""
     chance = drawing(f"conservation, {cases} shapes")
+    worst = dict.fromkeys(SLACK, 0.0)
     for case in range(cases):
         name, shape = FEEDBACK[case % len(FEEDBACK)], random_shape(chance)
         dtype = chance.choice(list(SLACK))
@@ -60,6 +61,9 @@ def check_strategies(cases):
             error, largest = off_by(name, shape, dtype, world, chance, torch.Generator().manual_seed(case))
             told = f"{name} {shape} {dtype}, {world} ranks: off by {error:g}, largest {largest:g}"
             assert error <= max(slack, least) * largest, told
+            if world == 1 and slack == SLACK[dtype] and largest:
+                worst[dtype] = max(worst[dtype], error / largest)
+    print(f"{cases} shapes, of the largest number at most: {worst}")
 
 
 def off_by(name, shape, dtype, world, chance, generator):
@@ -82,6 +86,7 @@ def greatest(tensor):
 
 def check_codecs(cases):
     chance = drawing(f"conservation of codecs, {cases} shapes")
+    worst = {}
     for case in range(cases):
         name = list(CODECS)[case % len(CODECS)]
         codec, dtype = CODECS[name], chance.choice(list(SLACK))
@@ -100,6 +105,8 @@ def check_codecs(cases):
         if codec == CODECS["randomk unbiased"]:
             slack *= 10  # it sends ten times what it holds
         assert error <= slack * largest, f"{name} {list(gradient.shape)} {dtype}: off by {error:g}"
+        worst[memory] = max(worst.get(memory, 0.0), error / largest)
+    print(f"{cases} shapes of codecs, of the largest number at most: {worst}")
 
 
 def test_sixty_shapes():

@@ -1,10 +1,9 @@
 """R1 and R4: one of four ranks is killed, or stopped, anywhere. The others say so in time, and end well."""
 
-import random
-import re
 import signal
 import time
-from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -12,125 +11,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane.lane.peers import GRACE, Peers
-from gradlane.local import tell
+from gradlane.local import run_ranks, tell
 
 from ..catalogue import STRATEGIES
 from ..training import build, data, replicas_equal
-from .faulty import MOMENTS, Faulty, Point, fire
-from .harness import Warnings, connect, drawing, leave_the_lost, run, state_of
+from . import blows as training
+from .blows import SAVED, WORLD, Blow, begin, kill_one, killed, stop_one, strategy_of, told
+from .faulty import Faulty, Point, fire
+from .harness import connect, drawing, leave_the_lost, run, side_by_side, state_of
 
-WORLD = 4
-STEPS = 60  # more than any fault lets happen
-
-
-@dataclass(frozen=True)
-class Blow:
-    """What befalls whom: at a point of its strategy, or so many seconds after a step has begun."""
-
-    rank: int
-    step: int
-    point: Point | None
-    delay: float
-
-    @classmethod
-    def drawn(cls, chance: random.Random) -> "Blow":
-        # Not in DDP's own collectives, in its constructor and its second forward: they are not ours.
-        point = Point.drawn(chance, WORLD, moments=MOMENTS, steps=(2, 6))
-        by_clock = chance.random() < 0.5
-        return cls(point.rank, point.step, None if by_clock else point, chance.uniform(0, 0.05))
+NAMES = ("mean", "int4 feedback", "powersgd")
 
 
-def train_until_lost(rank, path, name, blow, what, timeout):
-    warnings = Warnings()
-    connect(rank, path, WORLD)
-    story = _train(rank, name, blow, what, timeout)
-    leave_the_lost()
-    return *story, [line for _, line in warnings.lines]
-
-
-def _train(rank, name, blow, what, timeout):
-    """When which error came, whom it names, and in which step."""
-    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    strategy = STRATEGIES[name]()
-    if blow.point is not None:
-        strategy = Faulty(strategy, blow.point, what)
-    attachment = gl.attach(ddp, strategy, timeout=timeout)
-    try:
-        for step in range(STEPS):
-            if rank == blow.rank and step == blow.step:
-                tell(("begun", step))
-            optimizer.zero_grad()
-            ddp(data(rank, step)).backward()
-            optimizer.step()
-    except gl.PeerLost as error:
-        return time.monotonic(), str(error), error.rank, step
-    finally:
-        attachment.close()
-    raise AssertionError(f"rank {rank} has trained through {STEPS} steps")
-
-
-def strike(name, blow, what, timeout, deadline):
-    """What the survivors have to say; all of them must, and end with exit code 0."""
-    print(name, blow)
-
-    def on_report(running, report):
-        if report[0] == "begun" and blow.point is None:
-            time.sleep(blow.delay)
-            running.signal(blow.rank, what)
-
-    how = "kill" if what == signal.SIGKILL else "stop"
-    story = run(
-        train_until_lost, WORLD, name, blow, how, timeout, deadline=deadline, victim=blow.rank,
-        on_report=on_report,
-    )  # fmt: skip
-    assert set(story.results) == set(range(WORLD)) - {blow.rank}, story.failures
-    for rank in story.results:
-        assert story.codes[rank] == 0, f"rank {rank} ended with {story.codes[rank]}"
-    return story
-
-
-def kill_one(name, blow):
-    story = strike(name, blow, signal.SIGKILL, timeout=20, deadline=40)
-    assert story.codes[blow.rank] == -signal.SIGKILL
-    for when, message, lost, step, _ in story.results.values():
-        assert when - story.fired < 5
-        assert lost == blow.rank, message
-        assert f"rank {blow.rank}" in message
-        assert step >= blow.step
-    return max(when - story.fired for when, *_ in story.results.values())
-
-
-def stop_one(name, blow):
-    story = strike(name, blow, signal.SIGSTOP, timeout=5, deadline=40)
-    assert story.victim_state == "T"
-    for when, message, lost, _, lines in story.results.values():
-        assert 4 < when - story.fired < 7
-        assert lost == blow.rank, message
-        assert f"rank {blow.rank}" in message
-        if blow.rank != 0:  # which hosts the store, through which the others would learn who is late
-            assert blow.rank in accused(lines), lines
-    return max(when - story.fired for when, *_ in story.results.values())
-
-
-def accused(lines):
-    """Whom the watchdog took to be missing or silent."""
-    named = [
-        found
-        for line in lines
-        for found in re.findall(r"ranks? ([\d, ]+) ha(?:s|ve) not entered|rank (\d+) was in", line)
-    ]
-    return {int(rank) for found in named for rank in re.findall(r"\d+", " ".join(found))}
-
-
-def told(what, seconds):
-    print(f"{what}: {len(seconds)} blows, the last survivor raised after {max(seconds):.2f} s at most")
-
-
-@pytest.mark.parametrize("name", [pytest.param("mean", marks=pytest.mark.slow), "powersgd"])
-def test_killed_at_four_points(name):
-    chance = drawing(f"kill one, {name}")
-    told(name, [kill_one(name, Blow.drawn(chance)) for _ in range(4)])
+def test_killed_at_four_points():
+    chance = drawing("kill one, powersgd")
+    told("powersgd", [kill_one("powersgd", Blow.drawn(chance)) for _ in range(4)])
 
 
 def test_rank_0_ends_no_sooner_than_a_slow_survivor_has_read(monkeypatch):
@@ -151,14 +46,12 @@ def test_who_finds_a_rank_dead_at_its_first_request_tells_those_who_wait_for_it(
     """The others are in their bucket already, and wait for the late one before they would look at the dead:
     they hear of it only when the late one closes its connections."""
 
-    at_once = data
-
     def lately(rank, step):
         if (rank, step) == (late, 3):
             time.sleep(0.3)
-        return at_once(rank, step)
+        return data(rank, step)
 
-    monkeypatch.setitem(globals(), "data", lately)
+    monkeypatch.setattr(training, "data", lately)
     seconds = kill_one("int4 feedback", Blow(3, 3, Point(3, 3, 0, "before encoding"), 0.0))
     assert seconds < 0.3 + GRACE + 1  # it used to be as long as the late one listened, and then as long again
 
@@ -254,18 +147,36 @@ def test_stopped_before_attach(victim):
         assert lost == victim
 
 
+def load_each(rank, name, blows, folders):
+    """How many of them load, each into a strategy that has seen nothing."""
+    loaded = 0
+    for blow, folder in zip(blows, folders, strict=True):
+        ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+        with gl.attach(ddp, strategy_of(name, blow, "kill"), timeout=20) as attachment:
+            attachment.load(folder)
+            loaded += attachment.step == SAVED
+    return loaded
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mean", "int4 feedback", "powersgd"])
-def test_killed_at_fifty_points(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_at_fifty_points(name, tmp_path):
     chance = drawing(f"kill one of four, {name}")
-    told(name, [kill_one(name, Blow.drawn(chance)) for _ in range(50)])
+    blows = [Blow.drawn(chance) for _ in range(50)]
+    folders = [str(tmp_path / str(number)) for number in range(50)]
+    starts = [
+        partial(begin, name, blow, signal.SIGKILL, 20, folder)
+        for blow, folder in zip(blows, folders, strict=True)
+    ]
+    told(name, list(map(killed, side_by_side(starts, most=3), blows)))
+    assert run_ranks(load_each, WORLD, name, blows, folders, deadline=120) == [50] * WORLD
+    print(f"{name}: the last checkpoint loads, 50 of 50")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mean", "int4 feedback", "powersgd"])
-def test_stopped_at_ten_points(name):
-    chance = drawing(f"stop one of four, {name}")
-    told(name, [stop_one(name, Blow.drawn(chance)) for _ in range(10)])
+def test_stopped_at_ten_points():
+    chance = drawing("stop one of four")
+    told("in turns", [stop_one(name, Blow.drawn(chance)) for name in islice(cycle(NAMES), 10)])
 
 
 def fail_and_lose_rank_0(rank, path):

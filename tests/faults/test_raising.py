@@ -77,6 +77,8 @@ def check(cases, further, deadline):
             assert seconds < 5, told
             assert finite, told
             assert equal, told
+    slowest = max(seconds for outcome in outcomes for *_, seconds in outcome)
+    print(f"{len(cases)} points: all ranks raised in {slowest:.2f} s at most, {further} further steps, equal")
 
 
 def points(phase, count):
@@ -92,11 +94,5 @@ def test_every_kind_of_state_survives(phase):
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_hundred_further_steps(phase):
-    check([(STATEFUL[number], point) for number, point in enumerate(points(phase, 2))], 100, 60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", STATEFUL)
-def test_ten_points(name, phase):
-    check([(name, point) for point in points(phase, 10)], 100, 240)
+    """More than ten points, with a kind of state each."""
+    check(list(zip(STATEFUL, points(phase, len(STATEFUL)), strict=True)), 100, 240)

@@ -1,6 +1,7 @@
 """R3: a run goes on with another number of ranks, and what is owed stays what it was."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -109,11 +110,15 @@ class Regression(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+@cache
+def teacher():
+    return Regression(99).requires_grad_(False)
+
+
 def batch(seed, step, size=BATCH):
     generator = torch.Generator().manual_seed(100_000 * seed + step)
-    teacher = Regression(99).requires_grad_(False)
     x = torch.randn(size, 16, generator=generator)
-    return x, teacher(x) * 3 + torch.randn(size, 8, generator=generator)
+    return x, teacher()(x) * 3 + torch.randn(size, 8, generator=generator)
 
 
 def train(rank, names, folder, seed, first, last, resume, save):
@@ -172,13 +177,14 @@ def test_four_two_three_in_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("part", range(3))
-def test_the_loss_is_that_of_the_run_without_change(seed, part, tmp_path):
-    names, seed = DEBTS[part::3], drawn_again(seed)
+def test_the_loss_is_that_of_the_run_without_change(part, tmp_path):
+    names, seed = DEBTS[part::3], drawn_again(11)
     print(f"seed {seed}")
     changed = changing(names, str(tmp_path), seed, steps=60)
     plain = run_ranks(train, 4, names, str(tmp_path), seed, 0, 180, False, False, deadline=280)[0][0]
+    apart = {name: abs(changed[name] / plain[name] - 1) for name in names}
     for name in names:
         print(f"{name}: {changed[name]:.4f} with changes, {plain[name]:.4f} without")
-        assert abs(changed[name] / plain[name] - 1) < 0.02, (name, changed[name], plain[name])
+    print(f"{len(names)} losses, {100 * max(apart.values()):.2f} % apart at most")
+    assert {name: value for name, value in apart.items() if value >= 0.02} == {}
