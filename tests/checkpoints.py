@@ -1,5 +1,7 @@
 """What tests of checkpoints share: runs that save, runs that go on, and what is owed."""
 
+from functools import cache
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +21,7 @@ OPTIMIZERS = {
 NOT_DEBTS = ("ErrorFeedback21.own",)
 
 
+@cache
 def stateful():
     """The strategies of the catalogue that have something to save after two steps."""
     found = []
@@ -29,7 +32,7 @@ def stateful():
             ranks.step([{"a.w": torch.randn(8, 8, generator=generator)} for _ in range(4)])
         if any(strategy.state_dict() for strategy in ranks.strategies):
             found.append(name)
-    return found
+    return tuple(found)
 
 
 def run(rank, names, folder, save_at, last, *, optimizer="sgd", resume=False, seed=0, **options):
