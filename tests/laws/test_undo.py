@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from gradlane.core.strategy import Undoable, named_states
+from gradlane.core.strategy import is_undoable, named_states
 
 from ..catalogue import STRATEGIES
 from .test_laws import SHAPES, everyone, gradients, simulation
@@ -18,12 +18,7 @@ HIDE = ("function", "vote", "route", "raw gathered median", "median sharded", "r
 
 
 def undoable(ranks):
-    return [
-        leaf.state
-        for one in ranks.strategies
-        for leaf in named_states(one)
-        if isinstance(leaf.state, Undoable)
-    ]
+    return [leaf.state for one in ranks.strategies for leaf in named_states(one) if is_undoable(leaf.state)]
 
 
 def states(ranks):

@@ -384,3 +384,22 @@ def test_many_lives_leave_nothing_behind(cycles):
         assert lanes == []
         assert after == before
         assert not [name for name in after[1] if "gloo" in name]
+
+
+def tried_again(rank):
+    """Rank 0 is refused for what it gave before it meets the others; then all do it right."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    try:
+        gl.attach(ddp, "Mean(" if rank == 0 else "Mean()", timeout=1)
+    except (gl.InvalidValue, gl.PeerLost) as error:
+        first = type(error).__name__
+    dist.barrier()
+    with gl.attach(ddp, "Mean()", timeout=20):
+        ddp(torch.full((1, 4), rank + 1.0)).sum().backward()
+    return first, flat([p.grad for p in ddp.parameters()])
+
+
+def test_attach_again_after_one_rank_never_came():
+    first, grads = zip(*run_ranks(tried_again, 2), strict=True)
+    assert first == ("InvalidValue", "PeerLost")
+    assert torch.equal(grads[0], grads[1])

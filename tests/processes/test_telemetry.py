@@ -201,6 +201,63 @@ def test_bad_observers_are_refused():
     run_ranks(one_name_for_all, 2)
 
 
+class Raising(gl.Sink):
+    """Fails at the end of the second step."""
+
+    def __init__(self):
+        self.steps = []
+        self.closed = False
+
+    def step_ended(self, times):
+        self.steps.append(times.step)
+        if times.step == 1:
+            raise ZeroDivisionError("a mean of nothing")
+
+    def close(self):
+        self.closed = True
+
+
+def sink_raises(rank):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: heard.append((entry.levelname, entry.getMessage(), entry.exc_info[0]))
+    logging.getLogger("gradlane").addHandler(handler)
+    sink = Raising()
+    ddp = DistributedDataParallel(build())
+    with gl.attach(ddp, "Mean()", observer=[sink] if rank else [], timeout=20) as attachment:
+        steps_of(ddp, rank)
+    return sink.steps, sink.closed, attachment.metrics()["comm/steps"], heard
+
+
+def test_a_sink_that_raises_ends_no_training():
+    (_, _, steps, quiet), (told, closed, same, heard) = run_ranks(sink_raises, 2)
+    assert steps == same == STEPS
+    assert told == [0, 1]
+    assert closed
+    assert quiet == []
+    ((level, line, kind),) = heard
+    assert (level, kind) == ("ERROR", ZeroDivisionError)
+    assert "raised at the end of step 1; it hears no more" in line
+
+
+def observer_raises(rank):
+    def observe(event):
+        if rank == 1 and event.step == 1:
+            raise ZeroDivisionError("a mean of nothing")
+
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.005)
+    with gl.attach(ddp, TwoPhases(), observer=observe, timeout=20) as attachment:
+        steps_of(ddp, rank, 1)
+        with pytest.raises((ZeroDivisionError, gl.PeerFailed), match="a mean of nothing"):
+            ddp(data(rank, 1)).backward()
+        steps_of(ddp, rank, 1)
+    return attachment.step
+
+
+def test_an_observer_that_raises_fails_the_step_on_all_ranks():
+    assert run_ranks(observer_raises, 2) == [3, 3]
+
+
 class Residual(gl.Strategy):
     async def reduce(self, bucket):
         await gl.note(residual_square=torch.tensor(float(bucket.step + 1)), kept=2.0)

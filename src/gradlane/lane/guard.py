@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from ..core.bucket import Bucket
-from ..core.strategy import Strategy, Undoable, named_states
+from ..core.strategy import Strategy, Undoable, is_undoable, named_states
 from ..errors import InvalidValue, NonFinite
 from ..log import log
 from .finite import FiniteCheck, names_not_finite
@@ -51,7 +51,7 @@ class Guard:
         self.skipped = False
         self._withhold(False)
         self._check.begin()
-        self._states = [leaf.state for leaf in named_states(strategy) if isinstance(leaf.state, Undoable)]
+        self._states = [leaf.state for leaf in named_states(strategy) if is_undoable(leaf.state)]
         for state in self._states:
             # What all ranks must have alike has to be undone in any case: a step may fail between ranks.
             state.undoable = self._policy != "propagate" or state.shared

@@ -48,7 +48,7 @@ def open_lane(
     backend = backend_of(group, device)
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
         return _on_stream(group, device, listener, None)
-    serial = _opened[group] = _opened.get(group, 0) + 1
+    serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
     must_agree = {
         **must_agree,
@@ -56,6 +56,7 @@ def open_lane(
         "ranks_per_node": ranks_per_node,
     }
     token, told = board.agree("open", {**must_agree, "host": socket.gethostname()}, doing=doing)
+    _opened[group] = serial  # only now: a rank that never came must find the others when all try again
     board = board.corner(token)
     if len({note["parameters"] for note in told}) > 1:  # only now is the long list worth sending
         _, told = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)

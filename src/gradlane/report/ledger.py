@@ -13,6 +13,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import Note
 from ..core.events import Event, StepTimes
 from ..errors import GradlaneError, RanksDisagree
+from ..log import log
 from .sink import Observer, Run, Sink
 
 Figures = dict[str, "Tensor | float"]
@@ -111,7 +112,17 @@ class Ledger:
         self._totals["exposed_seconds"] += times.exposed
         self._close_step()
         for sink in self._sinks:
+            if sink in self._observers:
+                self._tell(sink, times)
+
+    def _tell(self, sink: Sink, times: StepTimes) -> None:
+        """The step has been taken, by all ranks: it is too late to fail together, and a rank that raised
+        alone would leave the others waiting."""
+        try:
             sink.step_ended(times)
+        except Exception:  # noqa: BLE001  a user's code, that may raise anything
+            self._observers = [observer for observer in self._observers if observer is not sink]
+            log.exception("%r raised at the end of step %d; it hears no more", sink, times.step)
 
     def _close_step(self) -> None:
         totals = dict(self._totals)

@@ -27,10 +27,12 @@ class Sink:
         """At ``attach``, before the first event."""
 
     def __call__(self, event: Event) -> None:
-        """For every request, on the lane's thread: keep it short, format later."""
+        """For every request, on the lane's thread: keep it short, format later. If it raises, the step fails
+        on all ranks."""
 
     def step_ended(self, times: StepTimes) -> None:
-        """At the end of every backward, on the thread that called it, when the lane is idle."""
+        """At the end of every backward, on the thread that called it, when the lane is idle. All ranks have
+        taken the step: if this raises it is logged, and the sink hears no more."""
 
     def close(self) -> None:
         """When the attachment is closed. Twice is fine."""

@@ -24,7 +24,7 @@ from ..codecs.raw import Raw
 from ..codecs.sign import Sign
 from ..codecs.topk import TopK
 from ..codecs.uniform import Int2, Int4, Int8
-from ..core.strategy import Stateful, Strategy, options
+from ..core.strategy import Strategy, is_stateful, options
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
 from .combined import Combined
@@ -167,11 +167,7 @@ def _describe_part(part: object, shared_only: bool) -> str:
     shown: list[str] = []
     positional = True  # as long as nothing was left out and the field has no default
     for field, name, value in options(part):
-        if (
-            isinstance(value, Stateful)
-            and not isinstance(value, Strategy)
-            and not dataclasses.is_dataclass(value)
-        ):
+        if is_stateful(value) and not isinstance(value, Strategy) and not dataclasses.is_dataclass(value):
             continue  # a memory or a ledger is no option; a Watch has some
         if shared_only and field is not None and field.metadata.get("per_rank"):
             positional = False
