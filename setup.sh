@@ -20,5 +20,7 @@ fi
 pip=("$venv/bin/python" -m pip)
 "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python "$venv/bin/python")
 echo "installing gradlane and its tools into $venv (the first time takes a minute or two) ..."
-"${pip[@]}" install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+"${pip[@]}" install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extras]"
+# pip would compile one file after the other; this takes all cores. What cannot be compiled is a template.
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages >/dev/null 2>&1 || true
 printf '%s\n' "$wanted" > "$stamp"

@@ -87,14 +87,14 @@ def train(rank, how, *, make=build, steps=4, delays=False, dtype=torch.float32, 
     optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
     seen = []
     jitter = random.Random(rank)
+    if delays:
+        for layer in ddp.module.layers:
+            layer.weight.register_hook(lambda grad: time.sleep(jitter.random() * 0.004))
     for step in range(steps):
         optimizer.zero_grad()
         for part in range(accumulate - 1):
             with ddp.no_sync():
                 ddp(data(rank, 100 * step + part, dtype)).backward()
-        if delays:
-            for layer in ddp.module.layers:
-                layer.weight.register_hook(lambda grad: time.sleep(jitter.random() * 0.004))
         ddp(data(rank, step, dtype)).backward()
         seen.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters() if p.requires_grad])
         optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -189,6 +190,7 @@ def _rank(job: _Job, line: Connection, others: list[Connection]) -> None:
     for other in others:
         other.close()  # the parent's ends; else a dead sibling's line would never end
     _die_with_parent()
+    gc.freeze()  # what the parent had is not ours to collect: each collection would go through all of torch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends the ranks
     torch.set_num_threads(1)
     with ending_after(job.deadline, job.rank):

@@ -1,5 +1,7 @@
 """Real training with ranks that attack: robust rules stand it, the plain mean does not."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,11 +15,12 @@ from ..attacks import ATTACKS, MOMENTUM, RATE, SEEDS, STRONG, WIDTH, Case, arms,
 from ..training import replicas_equal
 
 FAILED = 20  # points of accuracy
+accuracy_of = functools.cache(Case.run)  # clean training is compared with over and over
 
 
 def losses(world, f, arm, attack, seeds=SEEDS):
     found = {
-        Case(world, f, name, what, seed): Case(world, f, name, what, seed).run()
+        (case := Case(world, f, name, what, seed)): accuracy_of(case)
         for name, what in (("mean", None), (arm, attack))
         for seed in seeds
     }

@@ -1,7 +1,9 @@
 """The helper that all process tests stand on must itself be trusted."""
 
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -67,3 +69,24 @@ def test_worlds_without_ranks_are_refused():
 def test_the_process_group_is_there_and_gone():
     assert run_ranks(lambda rank: dist.get_world_size(), 2) == [2, 2]
     assert not dist.is_initialized()
+
+
+class Cycle:
+    """Only a collector finds that nobody needs it."""
+
+    def __init__(self):
+        self.own = self
+
+
+def test_a_rank_collects_its_own_garbage_and_not_its_parents():
+    def collects(rank):
+        own = weakref.ref(Cycle())
+        gc.collect()
+        return own() is None, parents() is None
+
+    gc.disable()  # the garbage must still be there when the ranks start
+    try:
+        parents = weakref.ref(Cycle())
+        assert run_ranks(collects, 2) == [(True, False)] * 2
+    finally:
+        gc.enable()

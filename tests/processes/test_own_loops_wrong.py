@@ -2,6 +2,7 @@
 
 import math
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -108,15 +109,18 @@ def alone(rank, calls_before):
     for _ in range(calls_before):
         gl.reduce_gradients(model, "Mean()", timeout=2)
     dist.barrier()
+    board = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(8)  # alive, but elsewhere
+        board.wait(["given up"], timedelta(seconds=40))  # alive, but elsewhere
         return None
     own = [p.grad.clone() for p in model.parameters() if p.requires_grad]
     began = time.monotonic()
     with pytest.raises(gl.PeerLost) as caught:
         gl.reduce_gradients(model, "Mean()", timeout=2)
+    waited = time.monotonic() - began
+    board.set("given up", "yes")
     assert torch.equal(flat(own), flat([p.grad for p in model.parameters() if p.requires_grad]))
-    return caught.value.rank, time.monotonic() - began < 7
+    return caught.value.rank, waited < 7
 
 
 @pytest.mark.parametrize("calls_before", [0, 2])
