@@ -128,6 +128,40 @@ def test_errors_at_random_places(seed):
         assert all(equal and slowest < 10 for _, equal, slowest in outcomes), places
 
 
+class OneLateOneBroken(gl.Strategy):
+    """In step 1 rank 0 fails at its first answer, with its second request under way; rank 2 is late there."""
+
+    async def reduce(self, bucket):
+        here = (bucket.rank, bucket.step, bucket.index)
+        if here == (2, 1, 1):
+            time.sleep(LATE)
+        mean = await gl.all_reduce(bucket.flat)
+        if here == (0, 1, 0):  # on the lane's thread; the hook issues its next request meanwhile
+            time.sleep(0.3)
+            raise Broken("on purpose")
+        return gl.Reduced(mean)
+
+
+LATE = 4.0
+
+
+def one_late_one_broken(rank):
+    ddp = DistributedDataParallel(build(), **SMALL)
+    with gl.attach(ddp, OneLateOneBroken(), timeout=20):
+        ddp(data(rank, 0)).backward()
+        start = time.monotonic()
+        with pytest.raises((Broken, gl.PeerFailed), match="on purpose"):
+            ddp(data(rank, 1)).backward()
+        seconds = time.monotonic() - start
+        ddp(data(rank, 2)).backward()
+    return seconds
+
+
+def test_an_error_does_not_wait_for_a_late_rank():
+    broken, *_ = run_ranks(one_late_one_broken, 3)
+    assert broken < LATE / 2
+
+
 def fail_everywhere(rank):
     """All ranks raise the same: each sees its own error, not its neighbour's."""
     ddp = DistributedDataParallel(build())

@@ -14,6 +14,7 @@ from ..core.collectives import Scope
 from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
+from .perform import sever
 from .within import NoAnswer, within
 from .workers import wait_for_idle_workers
 
@@ -170,6 +171,12 @@ class Peers:
             within(SOON, lambda: self.board.pin(topic, {"heard": True}), "the store")
             if self.board.host.rank == self.rank:
                 within(ALIVE + SOON, until_all_have, "the store")
+
+    def sever(self, turn: Turn) -> None:
+        """End what is under way on the connections of a turn, to be dropped when it has."""
+        for (_, whose), group in self._groups.items():
+            if whose == turn:
+                sever(group)
 
     def drop(self, turn: Turn) -> None:
         """Close the connections of a turn, where nothing is under way: peers that wait for this rank on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,8 @@ from ..kernels.finite import divided
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
 HASTE = timedelta(seconds=0.1)  # for transfers of a step that is lost
+AT_ONCE = timedelta(milliseconds=10)
+NO_TAG_OF_OURS = 1  # messages have 0
 REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -34,7 +37,7 @@ class Pending:
     """A request under way: the backend's works, and how to read the answer once they are done.
 
     Of a ``direct`` one, Gloo counts the time-out from the moment it is waited for, and to give up waiting
-    ends the transfer; an all-reduce has its own clock, and goes on until that has run out.
+    ends the transfer; an all-reduce has its own clock, and goes on until that has run out, or ``sever``.
     """
 
     def __init__(
@@ -93,6 +96,20 @@ def commit(group: Any, step: int, flag: bool) -> tuple[int, int, bool]:
     _reduce(group, bounds, "max").wait()
     last, first, flagged = bounds.tolist()
     return -first, last, bool(flagged)
+
+
+def sever(group: Any) -> None:
+    """End all that is under way on a group of Gloo, here at once, and let its peers find it closed.
+
+    An all-reduce has its own clock, and no call that would end it; but a receive that has run out of time
+    closes every connection of its group. Where there are several interfaces Gloo takes them in turns, by tag.
+    """
+    interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    others = [peer for peer in range(group.size()) if peer != group.rank()]
+    for tag in range(NO_TAG_OF_OURS, NO_TAG_OF_OURS + interfaces):
+        for peer in others:  # those that are closed already close no other
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(AT_ONCE)
 
 
 def perform_on_stream(group: Any, request: Request, divisor: int) -> object:

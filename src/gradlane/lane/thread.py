@@ -38,9 +38,10 @@ class ThreadLane:
     and they have a group of their own. torch's hooks issue a second phase from a completion callback,
     where timing decides the order: that is why its PowerSGD hangs on Gloo with two buckets.
 
-    When a step fails, its connections are closed: first those of later requests, where nothing can be
-    under way, then those of first requests, when all that was issued has ended one way or the other.
-    On each group the rank that has issued least can always go ahead, so this cannot lock up.
+    When a step fails on a rank it tells why, then severs its connections, so that whatever waits for it
+    ends: what it has issued itself, and its peers, who do the same. To wait instead until all that was issued
+    has ended would not do: of two all-reduces, one may have failed here and the other at a peer, and each
+    would wait for the other's.
     """
 
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
@@ -269,6 +270,7 @@ class ThreadLane:
         self._error = (where, error)
         forget_groups(error)
         self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
+        self._peers.sever("first")
 
     def _lose_all(self) -> None:
         """Jobs of a failed step: end what they have issued, keep them until the connections are closed."""
