@@ -38,10 +38,8 @@ class ThreadLane:
     and they have a group of their own. torch's hooks issue a second phase from a completion callback,
     where timing decides the order: that is why its PowerSGD hangs on Gloo with two buckets.
 
-    When a step fails on a rank it tells why, then severs its connections, so that whatever waits for it
-    ends: what it has issued itself, and its peers, who do the same. To wait instead until all that was issued
-    has ended would not do: of two all-reduces, one may have failed here and the other at a peer, and each
-    would wait for the other's.
+    When a step fails on a rank it tells why, then severs its connections: whatever waits for it ends, here
+    and at its peers. Left open, two ranks could wait for each other, each in an all-reduce the other lost.
     """
 
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
