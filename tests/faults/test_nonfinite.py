@@ -68,7 +68,6 @@ def train(rank, strategy, places, policy, without=()):
             weights = [p.detach().clone() for p in ddp.parameters()]
             optimizer.zero_grad()
             loss = ddp(data(rank, step % 4))
-            losses.append(loss.item())
             try:
                 loss.backward()
             except gl.NonFinite as error:
@@ -76,6 +75,8 @@ def train(rank, strategy, places, policy, without=()):
             if attachment.skipped:
                 skipped.append(step)
                 untouched &= step == 0 or equal(attachment.state_dict()["state"], before)
+            else:
+                losses.append(loss.item())
             optimizer.step()
             if attachment.skipped:
                 untouched &= all(map(torch.equal, ddp.parameters(), weights))
