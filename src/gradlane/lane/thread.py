@@ -6,15 +6,12 @@ import contextlib
 import threading
 import time
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket
-from ..core.collectives import Request, Scope
-from ..core.events import Event
 from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
@@ -22,11 +19,11 @@ from ..log import log
 from .base import Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite import FiniteCheck
-from .issued import Issued, Job
+from .issued import Job
 from .late import place_of, pulse, watched
 from .living import born, ended
-from .peers import Peers, Turn
-from .perform import commit, issue
+from .peers import Peers
+from .requests import Requests
 from .span import span
 
 
@@ -45,6 +42,7 @@ class ThreadLane:
     def __init__(self, peers: Peers, listener: Listener, name: str = "gradlane") -> None:
         self.check = FiniteCheck()
         self._peers = peers
+        self._requests = Requests(peers)
         self._listener = listener
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
@@ -52,15 +50,11 @@ class ThreadLane:
         self._waiting = 0  # jobs that are not done
         self._lock = threading.Lock()
         self._stopped_step: int | None = None  # the hook issues nothing more in this step
-        self._failed_step: int | None = None  # nor does the thread
         self._error: tuple[str, BaseException] | None = None  # what went wrong first, and where
         self._open: list[Job] = []  # jobs that wait for their step's other buckets, or are served now
         self._lost: list[Job] = []  # jobs of the failed step, until its connections are closed
         self._failure: BaseException | None = None  # for the trainer
-        self._exchanged: set[int] = set()  # steps under way that have sent something
         self._serving: Running | None = None
-        self._turn, self._turn_of = 0, -1  # requests waited for in a step: begun and ended, so odd meanwhile
-        self._last_answer = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -90,13 +84,13 @@ class ThreadLane:
         with span("encode"):
             request = job.running.resume()
             if request is not None:
-                job.issued = self._issue(request, job.running, "first", began)
+                job.issued = self._requests.issue(request, job.running, "first", began)
 
     def drain(self) -> None:
         """Wait until nothing is under way. In Python, so that signals are served meanwhile."""
         if self._idle.wait(pulse(self._peers.timeout)):
             return
-        with watched(self._peers.board, lambda: place_of(self._serving, self._turn)):
+        with watched(self._peers.board, lambda: place_of(self._serving, self._requests.turn)):
             while not self._idle.wait(1.0):
                 if not self._thread.is_alive():
                     raise WrongState("the lane's thread is gone; its own error is in the log of this process")
@@ -106,7 +100,8 @@ class ThreadLane:
         return failure
 
     def forget_failure(self) -> None:
-        self._stopped_step = self._failed_step = self._failure = None
+        self._stopped_step = self._failure = None
+        self._requests.forget()
 
     def where(self) -> str:
         """What the lane is doing, for whoever finds it stuck."""
@@ -146,11 +141,10 @@ class ThreadLane:
         bucket = job.running.bucket
         if bucket.index == 0:
             self._open.clear()  # of a backward that was given up
-        if bucket.step != self._turn_of:
-            self._turn, self._turn_of = 0, bucket.step
+        self._requests.turn_to(bucket.step)
         self._open.append(job)
         try:
-            if self._failed_step == bucket.step:
+            if self._requests.is_over(bucket.step):
                 self._lose_all()
                 return
             if job.error is not None:
@@ -158,7 +152,7 @@ class ThreadLane:
             self._advance(job)
             if bucket.is_last:
                 self._meet()
-                self._commit(bucket.step)
+                self._requests.commit(bucket.step, self.check)
                 self._deliver(job)
         except BaseException as error:  # noqa: BLE001  whatever it is, the trainer must hear of it
             self._fail(self._serving, error)
@@ -174,7 +168,7 @@ class ThreadLane:
                 self._serving, began = job.running, time.perf_counter()
                 request = job.running.resume(total)
                 if request is not None:
-                    job.issued = self._issue(request, job.running, "later", began)
+                    job.issued = self._requests.issue(request, job.running, "later", began)
                 self._advance(job)
 
     def _deliver(self, job: Job) -> None:
@@ -185,7 +179,7 @@ class ThreadLane:
     def _advance(self, job: Job) -> None:
         """To its end, or to where it waits for the step's other buckets. The last waits for all to end."""
         while (issued := job.issued) is not None:
-            answer = self._answered(issued)
+            answer = self._requests.answered(issued)
             job.running.sound = answer if issued.pending.sound else None
             job.issued = request = None
             try:
@@ -194,70 +188,14 @@ class ThreadLane:
             finally:  # it was sent, whatever the strategy makes of the answer
                 self._listener.heard(issued.told(last=request is None))
             if request is not None:
-                job.issued = self._issue(request, job.running, "later", issued.answered)
+                job.issued = self._requests.issue(request, job.running, "later", issued.answered)
         if job.running.meeting is None and not job.running.bucket.is_last:
             self._deliver(job)
 
-    def _issue(self, request: Request, running: Running, turn: Turn, began: float) -> Issued:
-        bucket = running.bucket
-        group = self._group(request.over, turn, bucket.step)
-        event = Event.of(request, bucket, running.phase, group.size())
-
-        def room(peer: int, numel: int) -> Tensor:  # the same in every step: new pages are dear
-            return bucket.empty(f"from {peer} in phase {event.phase}", numel, torch.uint8)
-
-        try:
-            pending = issue(group, request, bucket.divisor(request.over), room)
-        except RuntimeError as error:
-            raise ConnectionBroke from error
-        return Issued(pending, event, began, time.perf_counter())
-
-    def _group(self, over: Scope, turn: Turn, step: int) -> Any:
-        with self._lock:
-            if self._failed_step == step:  # or this would form new connections for a lost step
-                raise ConnectionBroke from RuntimeError("the step has failed already")
-            self._exchanged.add(step)
-            return self._peers.group(over, turn, step)
-
-    def _answered(self, issued: Issued) -> object:
-        event = issued.event
-        self._turn += 1
-        try:
-            with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
-                answer = issued.pending.wait()
-        except RuntimeError as error:
-            raise ConnectionBroke from error
-        self._turn += 1
-        issued.turn = max(issued.issued, self._last_answer)
-        issued.answered = self._last_answer = time.perf_counter()
-        return answer
-
-    def _commit(self, step: int) -> None:
-        """A step counts only when every rank has come to its end.
-
-        Without this a rank that fails after its last collective would be alone: the others would
-        have taken the step already. One message of 24 bytes per step; none if nothing was sent.
-        """
-        if step not in self._exchanged or self._peers.world == 1:
-            self.check.agreed = self.check.seen
-            return
-        try:
-            group = self._group("world", "later", step)
-            first, last, self.check.agreed = commit(group, step, self.check.seen)
-        except RuntimeError as error:
-            raise ConnectionBroke from error
-        self._exchanged.discard(step)
-        if first != last:
-            raise RanksDisagree(
-                f"the ranks are in different steps, from {first} to {last}: one of them ran a backward "
-                "pass more than another; every rank must take the same number of steps, or use join()"
-            )
-
     def _fail(self, running: Running, error: BaseException) -> None:
         """The step is lost: tell the peers, and let those fail that wait for a later request."""
-        with self._lock:
-            self._failed_step = self._stopped_step = running.bucket.step
-            self._exchanged.clear()
+        self._stopped_step = running.bucket.step
+        self._requests.end(running.bucket.step)
         where = running.where()
         cause = error.__cause__ if isinstance(error, ConnectionBroke) else error
         assert cause is not None
