@@ -124,7 +124,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "int4 stochastic rotated": lambda: gl.Sharded(gl.Int4(block=32, rounding="stochastic", rotate=True)),
     "int4 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))),
     "int2 feedback bf16": lambda: gl.ErrorFeedback(gl.Gathered(gl.Int2(block=32)), torch.bfloat16),
-    "1-bit": lambda: gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32), server_feedback=True)),
+    "1-bit": lambda: gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32))),
     "fp8": lambda: gl.Sharded(gl.Fp8(block=32)),
     "natural": lambda: gl.Gathered(gl.Natural()),
     "top-k": lambda: gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))),
@@ -134,9 +134,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "raw sharded": lambda: gl.Sharded(gl.Raw()),
     "raw gathered median": lambda: gl.Gathered(gl.Raw(), median),
     "int8 sharded median": lambda: gl.Sharded(gl.Int8(block=32), median),
-    "int4 clipped feedback": lambda: gl.ErrorFeedback(
-        gl.Sharded(gl.Int4(block=32), Clipped(2.0), server_feedback=True)
-    ),
+    "int4 clipped feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32), Clipped(2.0))),
     "median": lambda: gl.Combined(gl.Median()),
     "median int8": lambda: gl.Combined(gl.Median(), gl.Int8(block=32)),
     "median int4 feedback": lambda: gl.ErrorFeedback(gl.Combined(gl.Median(), gl.Int4(block=32))),

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.core.memory import Memory
 from gradlane.core.strategy import named_states
-from gradlane.strategies.server import ServerDebt
 
 from .catalogue import STRATEGIES
 from .training import build, data, flat
@@ -64,7 +63,7 @@ def run(rank, names, folder, save_at, last, *, optimizer="sgd", resume=False, se
     return weights
 
 
-def owed_by(strategy, world):
+def owed_by(strategy):
     """What one rank holds of the sum over ranks that is still owed, by parameter, in fp64."""
     owed = {}
 
@@ -72,29 +71,10 @@ def owed_by(strategy, world):
         owed[name] = owed.get(name, 0) + tensor.double().flatten()
 
     for leaf in named_states(strategy):
-        if isinstance(leaf.state, ServerDebt):
-            for name, part in _server(leaf.state, world).items():
-                add(name, part)
-        elif isinstance(leaf.state, Memory) and not leaf.state.shared and leaf.owner not in NOT_DEBTS:
+        if isinstance(leaf.state, Memory) and not leaf.state.shared and leaf.owner not in NOT_DEBTS:
             for name, tensor in leaf.state.state_dict().items():
                 add(f"{leaf.owner} {name}", tensor)
     return owed
-
-
-def _server(debt, world):
-    """A server's debt is of the mean. A whole is with every rank, so each counts a part of it."""
-    found = {}
-    for key, part in debt.state_dict().items():
-        if key == "whole":
-            found |= {name: tensor.double() for name, tensor in part.items()}
-            continue
-        rank, size = int(key.split()[1]), part["shard"].numel()
-        flat_ = torch.zeros(world * size, dtype=torch.double)
-        flat_[rank * size : (rank + 1) * size] = part["shard"].double() * world
-        sizes = part["sizes"]
-        pieces = torch.split(flat_[: sum(sizes.values())], list(sizes.values()))
-        found |= dict(zip(sizes, pieces, strict=True))
-    return {f"server {name}": tensor for name, tensor in found.items()}
 
 
 def total(owed):

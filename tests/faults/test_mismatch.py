@@ -31,7 +31,6 @@ OPTIONS = {
     "feedback": ("Sharded(Int4())", "ErrorFeedback(Sharded(Int4()))"),
     "kind of feedback": ("ErrorFeedback(Sharded(Int4()))", "ErrorFeedback21(Sharded(Int4()))"),
     "memory dtype": ("ErrorFeedback(Sharded(Int4()))", "ErrorFeedback(Sharded(Int4()), bfloat16)"),
-    "server feedback": ("Sharded(Sign())", "Sharded(Sign(), server_feedback=True)"),
     "rank": ("PowerSGD(2)", "PowerSGD(4)"),
     "seed": ("PowerSGD(2, seed=1)", "PowerSGD(2, seed=2)"),
     "seed of the other": ("AcpSGD(2, seed=1)", "AcpSGD(2, seed=2)"),

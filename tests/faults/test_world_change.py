@@ -52,8 +52,8 @@ def test_the_sum_of_what_is_owed_survives(name, worlds):
             for rank, strategy in enumerate(ranks.strategies):
                 strategy.load_state_dict(strategy.carried(saved, rank, world))
             ranks.steps = old.steps
-            before = [owed_by(strategy, old.world) for strategy in old.strategies]
-            conserved(before, [owed_by(strategy, world) for strategy in ranks.strategies], name)
+            before = [owed_by(strategy) for strategy in old.strategies]
+            conserved(before, [owed_by(strategy) for strategy in ranks.strategies], name)
         for _ in range(3):
             given = [
                 {k: torch.randn(s, generator=generator) for k, s in SHAPES.items()} for _ in range(world)
@@ -65,13 +65,12 @@ def test_the_sum_of_what_is_owed_survives(name, worlds):
         old = ranks
 
 
-def test_a_server_debt_that_two_ranks_take_over_arrives():
+def test_what_both_encodings_lost_arrives_when_two_ranks_go_on():
     """No gradient comes any more: all that was given before arrives in the end."""
-    sharded = gl.ErrorFeedback(gl.Sharded(gl.TopK(0.5), server_feedback=True))
+    sharded = gl.ErrorFeedback(gl.Sharded(gl.TopK(0.5)))
     four, two = gl.Simulation(sharded, world=4), gl.Simulation(sharded, world=2)
     given = [{"w": torch.randn(64, generator=torch.Generator().manual_seed(rank))} for rank in range(4)]
     arrived = 4 * four.step(given)[0]["w"].double()
-    assert any(strategy.inner.server.state_dict() for strategy in four.strategies)
     saved = [strategy.state_dict() for strategy in four.strategies]
     for rank, strategy in enumerate(two.strategies):
         strategy.load_state_dict(strategy.carried(saved, rank, 2))
@@ -137,13 +136,13 @@ def train(rank, names, folder, seed, first, last, resume, save):
                 updates.load_state_dict(saved["optimizer"])
                 attachment.load(f"{folder}/{name}")
                 assert attachment.step == first
-            begins = owed_by(attachment.strategy, world)
+            begins = owed_by(attachment.strategy)
             for step in range(first, last):
                 x, y = (part[rank::world] for part in batch(seed, step))
                 updates.zero_grad()
                 nn.functional.mse_loss(ddp(x), y).backward()
                 updates.step()
-            owed[name] = (begins, owed_by(attachment.strategy, world))
+            owed[name] = (begins, owed_by(attachment.strategy))
             if save:
                 attachment.save(f"{folder}/{name}")
                 if rank == 0:

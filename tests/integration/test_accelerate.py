@@ -108,14 +108,14 @@ def saved(rank, folder):
     epoch(*prepared_here)
     accelerator.save_state(str(folder))
     attachment.close()
-    return owed_by(attachment.strategy, 2)
+    return owed_by(attachment.strategy)
 
 
 def resumed_by_three(rank, folder):
     prepared_here = accelerator, model, *_ = prepared()
     attachment = attach_accelerate(accelerator, model, MEMORY)
     accelerator.load_state(str(folder))
-    found = attachment.step, owed_by(attachment.strategy, 3)
+    found = attachment.step, owed_by(attachment.strategy)
     epoch(*prepared_here)
     attachment.close()
     return *found, weights_of(model)

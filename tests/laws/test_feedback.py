@@ -12,31 +12,88 @@ from gradlane.strategies.feedback import settled, squared_norm
 from ..catalogue import OWING, STRATEGIES
 from .test_laws import SHAPES, gradients, simulation
 
+ROUGH = {
+    "int2 feedback bf16": "its memory rounds to bf16",
+    "powersgd by name, bf16 memory": "its memory rounds to bf16",
+    "acpsgd, bf16 memory": "its memory rounds to bf16",
+    "powersgd bf16": "sums on the wire round to bf16",
+    "acpsgd bf16": "sums on the wire round to bf16",
+    "bf16 feedback": "sums on the wire round to bf16",
+}
+"""The exceptions, as the docs have them: what this rounding drops nobody keeps."""
 
-def summed(dicts):
-    return {key: torch.stack([own[key].double() for own in dicts]).sum(0) for key in SHAPES}
+
+BLOCKS = {"a.weight": (24, 32), "a.bias": (40,)}
+"""Some blocks of 32 for each of eight ranks, but for the last."""
+STEPS = 200
 
 
-def owed_by(strategy):
-    """All that one rank still owes, by name; a server's shard is not by name."""
-    return strategy.memory.state_dict()
+def with_outliers(world, step):
+    """A steady gradient below the noise, and in every block an element that is far above both."""
+    generator = torch.Generator().manual_seed(1000 * world + step)
+    given = {name: 0.1 + torch.randn(world, *shape, generator=generator) for name, shape in BLOCKS.items()}
+    for ranks in given.values():
+        ranks.view(world, -1)[:, ::31] += 30.0
+    return given
 
 
-@pytest.mark.parametrize("name", [name for name in OWING if name != "1-bit"])
-@pytest.mark.parametrize("bucket_bytes", [None, 64])
-def test_sent_and_owed_add_up_to_the_gradients(name, bucket_bytes):
-    world, steps = 2, 8
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", OWING)
+def test_what_arrived_and_what_is_kept_is_what_was_given(name, world):
+    ranks = gl.Simulation(STRATEGIES[name](), world=world)
+    missing = {key: torch.zeros(shape, dtype=torch.double) for key, shape in BLOCKS.items()}
+    for step in range(STEPS):
+        given = with_outliers(world, step)
+        for key, rows in given.items():
+            missing[key] += rows.double().sum(0)
+        mine = [{key: rows[rank] for key, rows in given.items()} for rank in range(world)]
+        for key, mean in ranks.step(mine)[0].items():
+            missing[key] -= world * mean.double()
+    slack = (1e-2 if name in ROUGH else 1e-6) * 30 * world * STEPS
+    for key in BLOCKS:
+        kept = sum(strategy.memory.state_dict()[key].double() for strategy in ranks.strategies)
+        assert (missing[key] - kept).abs().max() <= slack
+
+
+@pytest.mark.parametrize("bucket_bytes", [64])
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("name", OWING)
+def test_so_it_is_in_many_small_buckets(name, world, bucket_bytes):
+    """Shards of a few elements, or of none."""
     ranks = simulation(name, world, bucket_bytes=bucket_bytes)
-    given, applied = [], []
-    for step in range(steps):
+    given, arrived = ({key: torch.zeros(shape).double() for key, shape in SHAPES.items()} for _ in range(2))
+    for step in range(8):
         mine = gradients(world, step)
-        given += [{key: value.clone() for key, value in own.items()} for own in mine]
-        applied.append(ranks.step(mine)[0])
-    total, sent = summed(given), summed(applied)
-    owed = summed([owed_by(strategy) for strategy in ranks.strategies])
-    slack = 5e-2 if "bf16" in name else 1e-5  # a memory of bf16 rounds what is owed
+        for key in SHAPES:
+            given[key] += sum(own[key].double() for own in mine)
+        answer = ranks.step(mine)[0]
+        for key in SHAPES:
+            arrived[key] += world * answer[key].double()
+    slack = 5e-2 if name in ROUGH else 1e-5
     for key in SHAPES:
-        torch.testing.assert_close(world * sent[key] + owed[key], total[key], rtol=slack, atol=slack)
+        kept = sum(strategy.memory.state_dict()[key].double() for strategy in ranks.strategies)
+        torch.testing.assert_close(arrived[key] + kept, given[key], rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize(
+    "codec", [gl.Int4(), gl.Int2(), gl.Sign(rotate=True), gl.Fp8(), gl.TopK(0.05)], ids=str
+)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_a_steady_gradient_arrives_beside_outliers_at_any_number_of_ranks(codec, world):
+    """Whatever is kept stays bounded: it may not be kept for ever either."""
+    generator = torch.Generator().manual_seed(world)
+    ranks = gl.Simulation(gl.ErrorFeedback(gl.Sharded(codec)), world=world)
+    numel, steps = 2048, 200
+    arrived = torch.zeros(numel, dtype=torch.double)
+    for _ in range(steps):
+        mine = [torch.randn(numel, generator=generator) + 0.1 for _ in range(world)]
+        for own in mine:
+            own[::256] = 30.0
+        arrived += ranks.step([{"w": own} for own in mine])[0]["w"]
+    steady = torch.ones(numel, dtype=torch.bool)
+    steady[::256] = False
+    share = arrived[steady].mean().item() / (0.1 * steps)
+    assert share == pytest.approx(1.0, abs=0.25)
 
 
 class TwoBuffers(gl.Strategy):
@@ -74,23 +131,6 @@ def test_a_new_debt_beside_the_old_one_has_the_same_bits(name, world, dtype):
 
 def same(x, y):
     return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(nan=0), y.nan_to_num(nan=0))
-
-
-def test_with_server_feedback_too():
-    world, steps = 4, 8
-    shapes = {"w": (300,)}
-    ranks = gl.Simulation(gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32), server_feedback=True)), world=world)
-    generator = torch.Generator().manual_seed(0)
-    total, sent = torch.zeros(300, dtype=torch.double), torch.zeros(300, dtype=torch.double)
-    for _ in range(steps):
-        mine = [{"w": torch.randn(shapes["w"], generator=generator)} for _ in range(world)]
-        total += sum(own["w"].double() for own in mine)
-        sent += ranks.step(mine)[0]["w"].double()
-    workers = sum(strategy.memory.state_dict()["w"].double() for strategy in ranks.strategies)
-    shards = [next(iter(s.inner.server.state_dict().values()))["shard"] for s in ranks.strategies]
-    servers = torch.cat(shards)[:300]
-    assert servers.count_nonzero() > 0
-    torch.testing.assert_close(world * (sent + servers.double()) + workers, total, rtol=1e-5, atol=1e-4)
 
 
 def test_feedback_makes_a_constant_gradient_arrive_and_its_absence_does_not():

@@ -177,7 +177,7 @@ INSIDE = [
     gl.ErrorFeedback(gl.Summed(gl.RandomK(0.1))),
     gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.1))),
     gl.DGC(0.1),
-    gl.Sharded(gl.Int8(), server_feedback=True),
+    gl.Sharded(gl.Int8()),
     gl.Gathered(gl.Sign()),
     gl.WeightedMean(1.0),
     gl.After(3, then=gl.ErrorFeedback(gl.PowerSGD(1))),

@@ -66,7 +66,7 @@ def step(strategies, scratches, number):
         "ErrorFeedback(Sharded(Int8()))",
         "ErrorFeedback(Sharded(Int4()))",
         "ErrorFeedback(Sharded(Int2()))",
-        "ErrorFeedback(Sharded(Sign(), server_feedback=True))",
+        "ErrorFeedback(Sharded(Sign()))",
         "ErrorFeedback(Sharded(Fp8()))",
         "ErrorFeedback(Gathered(TopK(0.01)))",
         "ErrorFeedback(Summed(RandomK(0.01)))",

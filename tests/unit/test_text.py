@@ -16,7 +16,6 @@ PLAIN = [
 ]
 EXCHANGES = [
     "Gathered(Raw())",
-    "Sharded(Int8(), server_feedback=True)",
     "ErrorFeedback(Sharded(Int4(block=32), aggregate=Clipped(2.0)))",
     "WeightedMean(3.0, inner=Sharded(Int8()), most=0.5)",
     "Private(Mean(), 1.0, 1.1)",

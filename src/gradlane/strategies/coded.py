@@ -4,6 +4,7 @@ sent."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from ..aggregate.combine import Aggregate, combine_into
 from ..aggregate.mean import mean
 from ..aggregate.rule import Rule
-from ..codecs.base import Codec
+from ..codecs.base import Codec, keep_finite
+from ..codecs.raw import Raw
 from ..core.bucket import Bucket
 from ..core.collectives import Payload
 from ..core.pack import message_size, payload_in
@@ -20,67 +22,146 @@ from ..errors import WrongType
 
 SALT = 0x5EED  # of the seeds; a second encoding has the next
 Sent = Callable[[], Tensor]
+T = TypeVar("T")
 
 
 class Shards:
-    """A bucket in one part for each rank, which combines what all have sent it of that part."""
+    """A bucket in one part for each rank, which combines what all have sent it of that part.
+
+    A rank's own shard stays at home, so it is not encoded and loses nothing there. What the answer's encoding
+    loses of it is kept instead, where error feedback keeps the residual of this part: the memory of one
+    gradient holds what both encodings lose. It is in the units of the others' residuals, those of a sum over
+    the ranks, so that it may move to another shard, or another world, and count as much there.
+    """
 
     def __init__(self, codec: Codec, bucket: Bucket) -> None:
         self._codec, self._bucket = codec, bucket
         self._seed = bucket.seed(SALT, shared=False)
         self._kept: list[tuple[Payload, int]] | None = None
+        self._own_sent: Tensor | None = None
         self._sound = False
         self.size = shard_size(bucket.flat.numel(), bucket.world, codec.granularity)
         """Of a shard on the wire: as long as the longest."""
         self._parts = _cut(bucket.flat, self.size, bucket.world)
-        self.filled = self._parts[bucket.rank].numel()
+        self._own = self._parts[bucket.rank]
+        self.filled = self._own.numel()
         """Elements of this rank's own shard; the last ones may be shorter, or empty."""
 
     def encoded(self) -> list[Payload]:
-        """What goes to each rank."""
+        """What goes to each rank; to itself only room of the same shape."""
         bucket = self._bucket
-        owed, left = (self._debts(debt) for debt in (bucket.owed, bucket.owed_after))
+        owed, left = (self._residuals(flat) for flat in (bucket.owed, bucket.owed_after))
         payloads = [
-            encoded(self._codec, bucket, part, before, after, self._seed + place, f"shard {place}")
+            payload_room(self._codec, bucket, part.numel(), "own shard")
+            if place == bucket.rank
+            else encoded(self._codec, bucket, part, before, after, self._seed + place, f"shard {place}")
             for place, (part, before, after) in enumerate(zip(self._parts, owed, left, strict=True))
         ]
         self._kept = kept_for_feedback(bucket, payloads, self._seed)
-        self._sound = all(map(self._codec.sound, payloads))
         return payloads
 
-    def _debts(self, debt: Tensor | None) -> Sequence[Tensor | None]:
+    def _residuals(self, flat: Tensor | None) -> Sequence[Tensor | None]:
         world = self._bucket.world
-        return [None] * world if debt is None else _cut(debt, self.size, world)
+        return [None] * world if flat is None else _cut(flat, self.size, world)
 
-    def seeds(self) -> list[int]:
+    def combined(self, received: Sequence[Payload], aggregate: Aggregate) -> Tensor:
+        """This rank's shard of the answer, padded to the size of a shard."""
+        bucket, total = self._bucket, self.room(self._wide())
+        mine = total[: self.filled]
+        if aggregate is mean:
+            share = 1 / bucket.divisor()
+            payloads, seeds = self._of_others(received), self._of_others(self._seeds())
+            self._codec.decode_sum(payloads, mine, seeds, share)
+            mine.add_(self._own, alpha=share)
+        else:
+            combine_rows(aggregate, bucket, self.rows(received), mine)
+        return total
+
+    def rows(self, received: Sequence[Payload]) -> Tensor:
+        """What each rank gave of this rank's shard, fp32 [world, filled]."""
+        rows = rows_room(self._bucket, self.filled)
+        for place, (row, payload, seed) in enumerate(zip(rows, received, self._seeds(), strict=True)):
+            if place != self._bucket.rank:
+                self._codec.decode(payload, row, seed)
+            elif isinstance(self._codec, Raw):
+                row.copy_(self._own)
+            else:  # an infinite value comes out of a codec as NaN; aggregates shall see no other here
+                torch.mul(self._own, 0.0, out=row).add_(self._own)
+        return rows
+
+    def _seeds(self) -> list[int]:
         """Those with which the ranks encoded what they sent to this one."""
         bucket = self._bucket
         return [bucket.seed(SALT, shared=False, rank=rank) + bucket.rank for rank in range(bucket.world)]
 
-    def room(self) -> Tensor:
-        """For this rank's answer: fp32, zeros beyond what is filled."""
-        total = self._bucket.empty("shard sum", self.size, torch.float32)
+    def _of_others(self, everyone: Sequence[T]) -> list[T]:
+        return [one for place, one in enumerate(everyone) if place != self._bucket.rank]
+
+    def room(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For this rank's answer: zeros beyond what is filled."""
+        total = self._bucket.empty("shard sum", self.size, dtype)
         total[self.filled :].zero_()
         return total
 
-    def answer(self, total: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> Payload:
-        """This rank's shard, encoded for all; ``left`` takes the debt of the answer, or owed itself."""
-        seed = self._bucket.seed(SALT + 1, shared=False)
-        return encoded(self._codec, self._bucket, total, owed, left, seed, "shard mean")
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._bucket.flat.dtype, torch.float32)
 
-    def reduced(self, everyone: Sequence[Payload], aggregate: Aggregate | None = None) -> Reduced:
-        """All answers, read into the bucket; sound if nothing but a mean was taken of what is."""
+    def answer(self, total: Tensor) -> Payload:
+        """This rank's shard, and the residual of earlier answers, encoded for all."""
+        codec, bucket = self._codec, self._bucket
+        seed = bucket.seed(SALT + 1, shared=False)
+        if bucket.owed is None and not bucket.feedback:
+            payload = encoded(codec, bucket, total, None, None, seed, "shard mean")
+        else:
+            payload = self._answer_with_feedback(total, seed)
+        self._sound = codec.sound(payload)
+        return payload
+
+    def _answer_with_feedback(self, total: Tensor, seed: int) -> Payload:
+        bucket, count = self._bucket, self._bucket.divisor()
+        before, after = (self._residuals(flat)[bucket.rank] for flat in (bucket.owed, bucket.owed_after))
+        residual = bucket.empty("shard residual", self.size, self._wide()).zero_()
+        mine = residual[: self.filled]
+        if before is not None:
+            mine.add_(before, alpha=1 / count)  # of the sum, where total is a mean
+        if bucket.feedback:
+            self._own_sent = torch.add(self._own, mine, alpha=count)
+        payload = encoded(self._codec, bucket, total, residual, None, seed, "shard mean")
+        mine.mul_(count)
+        if after is not None:
+            if mine.device.type != "meta":
+                keep_finite(mine)
+            after.copy_(mine)
+        if self._own_sent is not None:
+            self._own_sent.sub_(mine)
+        return payload
+
+    def reduced(self, everyone: Sequence[Payload]) -> Reduced:
+        """All answers, read into the bucket. Each rank vouches for its own."""
         bucket = self._bucket
         for place, (part, payload) in enumerate(zip(self._parts, everyone, strict=True)):
             self._read(payload, part, bucket.seed(SALT + 1, shared=False, rank=place))
-        sound = self._sound and aggregate is mean
-        return Reduced(bucket.flat, sent_of(self._codec, bucket.flat, self.size, self._kept), sound)
+        return Reduced(bucket.flat, self._sent(), self._sound)
+
+    def _sent(self) -> Sent | None:
+        kept, own = self._kept, self._own_sent
+        if kept is None or own is None:
+            return None
+        flat, rank, codec, size = self._bucket.flat, self._bucket.rank, self._codec, self.size
+
+        def sent() -> Tensor:
+            out = torch.empty_like(flat)
+            for place, piece in enumerate(_cut(out, size, len(kept))):
+                piece.copy_(own) if place == rank else codec.decode(kept[place][0], piece, kept[place][1])
+            return out
+
+        return sent
 
     def _read(self, payload: Payload, part: Tensor, seed: int) -> None:
         if part.numel() == self.size:
             self._codec.decode(payload, part, seed)
         else:
-            whole = self._bucket.empty("shard sum", self.size, torch.float32)
+            whole = self._bucket.empty("shard sum", self.size, self._wide())
             part.copy_(self._codec.decode(payload, whole, seed)[: part.numel()])
 
 
@@ -105,12 +186,16 @@ def encoded(
     use: str,
 ) -> Payload:
     """The payload of flat, and of what is owed; ``left`` takes what is owed then, or owed itself."""
-    layout = codec.layout(flat.numel())
-    message = bucket.empty(use, message_size(layout), torch.uint8)  # in one piece, as it will be sent
-    out = payload_in(message, layout)
+    out = payload_room(codec, bucket, flat.numel(), use)
     if owed is None:
         return codec.encode(flat, seed, out)
     return codec.encode_owed(flat, owed, seed, out, left)
+
+
+def payload_room(codec: Codec, bucket: Bucket, numel: int, use: str) -> Payload:
+    """A payload of any content, in one piece, as it will be sent."""
+    layout = codec.layout(numel)
+    return payload_in(bucket.empty(use, message_size(layout), torch.uint8), layout)
 
 
 def decoded(
@@ -126,15 +211,23 @@ def decoded(
         total = out if out.dtype == torch.float32 else bucket.empty("wide sum", out.numel(), torch.float32)
         codec.decode_sum(payloads, total, seeds, 1 / bucket.divisor())
         return out if total is out else out.copy_(total)
+    rows = rows_room(bucket, out.numel())
+    for row, payload, seed in zip(rows, payloads, seeds, strict=True):
+        codec.decode(payload, row, seed)
+    combine_rows(aggregate, bucket, rows, out)
+    return out
+
+
+def combine_rows(aggregate: Aggregate, bucket: Bucket, rows: Tensor, out: Tensor) -> None:
+    """What an aggregate makes of the ranks' rows."""
     if isinstance(aggregate, Rule) and bucket.world > 1:
         aggregate.check(bucket.world)
-    rows = decoded_rows(codec, bucket, payloads, seeds, out.numel())
-    if rows.numel() and out.device.type != "meta":  # a dry run knows the shapes without asking
-        lost = _unordered(rows) if isinstance(aggregate, Rule) else None
-        combine_into(aggregate, rows, out)
-        if lost is not None:
-            out.masked_fill_(lost, torch.nan)
-    return out
+    if not rows.numel() or out.device.type == "meta":  # a dry run knows the shapes without asking
+        return
+    lost = _unordered(rows) if isinstance(aggregate, Rule) else None
+    combine_into(aggregate, rows, out)
+    if lost is not None:
+        out.masked_fill_(lost, torch.nan)
 
 
 def _unordered(rows: Tensor) -> Tensor | None:
@@ -144,29 +237,17 @@ def _unordered(rows: Tensor) -> Tensor | None:
     return rows.isnan().any(0)
 
 
-def decoded_rows(
-    codec: Codec, bucket: Bucket, payloads: Sequence[Payload], seeds: Sequence[int], numel: int
-) -> Tensor:
-    """What each rank sent, fp32 [world, numel]."""
-    world = len(payloads)
-    rows = bucket.empty("rows", world * numel, torch.float32).view(world, numel)
-    for row, payload, seed in zip(rows, payloads, seeds, strict=True):
-        codec.decode(payload, row, seed)
-    return rows
+def rows_room(bucket: Bucket, numel: int) -> Tensor:
+    """fp32 [world, numel], of any content."""
+    return bucket.empty("rows", bucket.world * numel, torch.float32).view(bucket.world, numel)
 
 
-def sent_of(codec: Codec, flat: Tensor, size: int, kept: Sequence[tuple[Payload, int]] | None) -> Sent | None:
+def sent_of(codec: Codec, flat: Tensor, kept: Sequence[tuple[Payload, int]] | None) -> Sent | None:
     """My contribution as the others saw it, decoded if somebody asks."""
     if kept is None:
         return None
-
-    def decoded() -> Tensor:
-        out = torch.empty_like(flat)
-        for (payload, seed), piece in zip(kept, _cut(out, size, len(kept)), strict=True):
-            codec.decode(payload, piece, seed)
-        return out
-
-    return decoded
+    ((payload, seed),) = kept
+    return lambda: codec.decode(payload, torch.empty_like(flat), seed)
 
 
 def kept_for_feedback(

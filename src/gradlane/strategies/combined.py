@@ -19,7 +19,7 @@ from ..core.collectives import all_gather, all_reduce, all_to_all, note, step_su
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 from ..kernels.rows import inner_products
-from .coded import Shards, checked_codec, decoded_rows, refuse_sparse
+from .coded import Shards, checked_codec, refuse_sparse
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Combined(Strategy):
             self.rule.check(bucket.world)
         shards = Shards(self.codec, bucket)
         received = await all_to_all(shards.encoded())
-        rows = decoded_rows(self.codec, bucket, received, shards.seeds(), shards.filled)
+        rows = shards.rows(received)
         seen = await all_reduce(_figures(bucket, rows), op="sum", exact=True)
         if isinstance(self.rule, GramRule):
             seen = await step_sum(seen, of=self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate.combine import Aggregate, check_aggregate
@@ -13,7 +13,6 @@ from ..core.collectives import all_gather, all_reduce, all_to_all
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
 from .coded import SALT, Shards, checked_codec, decoded, encoded, kept_for_feedback, refuse_sparse, sent_of
-from .server import ServerDebt
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Summed(Strategy):
         kept = kept_for_feedback(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
         flat = codec.decode(total, bucket.flat, seed)
-        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept), sound)
+        return Reduced(flat, sent_of(codec, flat, kept), sound)
 
 
 @dataclass
@@ -69,49 +68,32 @@ class Gathered(Strategy):
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
         flat = decoded(codec, self.aggregate, bucket, everyone, seeds, bucket.flat)
         sound = self.aggregate is mean and codec.sound(payload)
-        return Reduced(flat, sent_of(codec, flat, flat.numel(), kept), sound)
+        return Reduced(flat, sent_of(codec, flat, kept), sound)
 
 
 @dataclass
 class Sharded(Strategy):
     """Each rank reduces a shard: all-to-all, decode and combine in fp32, encode once, all-gather.
 
-    Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. With two ranks it is
-    ``Gathered``: the same bytes in one exchange, and one loss instead of two. ``server_feedback`` keeps
-    what the second encoding loses of this rank's shard and adds it in the next step (Tang et al., 2019,
-    "DoubleSqueeze").
+    Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. Inside of
+    ``ErrorFeedback`` what the second encoding loses is kept too, by the rank that encodes (the server's error
+    of Tang et al., 2019, "DoubleSqueeze"), in the memory that its own part does not need. With two ranks it
+    is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
     """
 
     codec: Codec
     aggregate: Aggregate = mean
-    server_feedback: bool = False
-    server: ServerDebt | None = None
     settles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked_codec(self.codec, "Sharded")
         check_aggregate(self.aggregate, "Sharded")
-        self.server = self.server or ServerDebt()
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        assert self.server is not None
         if bucket.world <= 2:
-            return await self._gathered(bucket)
+            return await Gathered(self.codec, self.aggregate).reduce(bucket)
         refuse_sparse(bucket, "Sharded")
         shards = Shards(self.codec, bucket)
         received = await all_to_all(shards.encoded())
-        total = shards.room()
-        decoded(self.codec, self.aggregate, bucket, received, shards.seeds(), total[: shards.filled])
-        debts = self.server.shard(bucket, total.numel()) if self.server_feedback else (None, None)
-        return shards.reduced(await all_gather(shards.answer(total, *debts)), self.aggregate)
-
-    async def _gathered(self, bucket: Bucket) -> Reduced:
-        assert self.server is not None
-        inherited = self.server.whole(bucket)
-        if inherited is not None:
-            bucket.flat.add_(inherited)
-        reduced = await Gathered(self.codec, self.aggregate).reduce(bucket)
-        sent = reduced.sent
-        if inherited is None or sent is None:
-            return reduced
-        return replace(reduced, sent=lambda: sent().sub_(inherited))
+        answer = shards.answer(shards.combined(received, self.aggregate))
+        return shards.reduced(await all_gather(answer))
