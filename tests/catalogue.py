@@ -142,7 +142,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "aggregate of one's own": lambda: gl.Combined(median),
     "multi-krum": lambda: gl.Combined(gl.MultiKrum(0, m=1)),
     "geometric median": lambda: gl.Combined(gl.GeometricMedian()),
-    "geometric median bf16": lambda: gl.Cast(gl.Combined(gl.GeometricMedian()), torch.bfloat16),
+    "geometric median bf16": lambda: gl.Combined(gl.GeometricMedian(), gl.Raw("bfloat16")),
     "geometric median int4 feedback": lambda: gl.ErrorFeedback(
         gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))
     ),
@@ -175,6 +175,8 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "acpsgd, bf16 memory": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
+    "raw bf16 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Raw("bfloat16"))),
+    "ef21 powersgd": lambda: gl.ErrorFeedback21(gl.PowerSGD(1, min_compression_rate=1)),
 }
 """``Noop`` is not among them: it is the one strategy that leaves replicas different. ``Private`` has no noise
 here: with it no run is like another, and test_private.py has laws for that."""
@@ -196,6 +198,7 @@ OWING = (
     "acpsgd",
     "acpsgd bf16",
     "bf16 feedback",
+    "raw bf16 feedback",
 )
 """Those with error feedback (EF14)."""
 

@@ -6,6 +6,7 @@ import gradlane as gl
 
 CODECS: dict[str, gl.Codec] = {
     "raw": gl.Raw(),
+    "raw bfloat16": gl.Raw("bfloat16"),
     "int8": gl.Int8(),
     "int8 stochastic": gl.Int8(block=256, rounding="stochastic"),
     "int8 rotated": gl.Int8(rotate=True),
@@ -37,8 +38,8 @@ NEAREST = ("int8", "int8 rotated", "int4", "int4 block 96", "int2", "int2 rotate
 UNBIASED = ("int8 stochastic", "int4 stochastic", "int4 rotated stochastic", "int2 stochastic", "natural",
             "randomk unbiased")  # fmt: skip
 
-CONTRACTIONS = {"raw": 0.0, "int8": 1e-4, "int8 rotated": 1e-4, "int4": 0.02, "int2": 0.7,
-                "int2 rotated": 0.7, "sign": 0.37, "sign block 32": 0.37, "sign rotated": 0.37,
+CONTRACTIONS = {"raw": 0.0, "raw bfloat16": 1e-5, "int8": 1e-4, "int8 rotated": 1e-4, "int4": 0.02,
+                "int2": 0.7, "int2 rotated": 0.7, "sign": 0.37, "sign block 32": 0.37, "sign rotated": 0.37,
                 "fp8 e4m3": 1e-3, "fp8 e5m2": 4e-3, "topk": 0.99, "topk bfloat16": 0.95, "topk all": 0.0,
                 "randomk": 0.995, "randomk runs": 0.97}  # fmt: skip
 """|x - decoded|^2 / |x|^2 is at most this on Gaussian data."""

@@ -364,3 +364,18 @@ def test_a_factor_is_in_the_scales_or_values(name, numel):
     else:
         expected = codec.decode_sum(payloads, torch.empty(numel), seeds) * factor
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@everyone
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [600, 6000])
+def test_what_is_kept_stays_finite_close_to_the_largest_number(name, dtype, count):
+    codec, largest = CODECS[name], torch.finfo(torch.float32).max
+    generator = torch.Generator().manual_seed(0)
+    residual = torch.zeros(count, dtype=dtype)
+    for step in range(4):
+        gradient = largest * (1 - 1e-4 * torch.rand(count, generator=generator))
+        gradient *= torch.randn(count, generator=generator).sign()
+        gradient[:: 1 + step] *= torch.rand(-(-count // (1 + step)), generator=generator)
+        codec.encode_owed(gradient, residual, step)
+        assert residual.isfinite().all(), f"step {step}"

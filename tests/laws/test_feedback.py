@@ -9,7 +9,7 @@ import torch
 import gradlane as gl
 from gradlane.strategies.feedback import settled, squared_norm
 
-from ..catalogue import OWING, STRATEGIES
+from ..catalogue import OWING, STRATEGIES, GatheredMean, median
 from .test_laws import SHAPES, gradients, simulation
 
 ROUGH = {
@@ -37,7 +37,9 @@ def with_outliers(world, step):
     return given
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "world", [3, 8, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 5))]
+)
 @pytest.mark.parametrize("name", OWING)
 def test_what_arrived_and_what_is_kept_is_what_was_given(name, world):
     ranks = gl.Simulation(STRATEGIES[name](), world=world)
@@ -78,7 +80,7 @@ def test_so_it_is_in_many_small_buckets(name, world, bucket_bytes):
 @pytest.mark.parametrize(
     "codec", [gl.Int4(), gl.Int2(), gl.Sign(rotate=True), gl.Fp8(), gl.TopK(0.05)], ids=str
 )
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 8))])
 def test_a_steady_gradient_arrives_beside_outliers_at_any_number_of_ranks(codec, world):
     """Whatever is kept stays bounded: it may not be kept for ever either."""
     generator = torch.Generator().manual_seed(world)
@@ -155,6 +157,33 @@ def test_ef21_comes_to_a_constant_gradient_and_stays():
     assert errors[-1] < 1e-5
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["ef21", "ef21 sharded", "ef21 powersgd"])
+def test_the_mean_that_ef21_answers_stays_the_mean_of_the_ranks_estimates(name, world):
+    ranks = gl.Simulation(STRATEGIES[name](), world=world)
+    for step in range(STEPS):
+        given = with_outliers(world, step)
+        ranks.step([{key: rows[rank] for key, rows in given.items()} for rank in range(world)])
+    for key in BLOCKS:
+        mean = ranks.strategies[0].mean.state_dict()[key].double()
+        own = sum(strategy.own.state_dict()[key].double() for strategy in ranks.strategies) / world
+        assert (mean - own).abs().max() <= 1e-5 * 30
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_ef21_divides_by_those_who_still_train(world):
+    """As under ``join(divide_by_initial_world_size=False)``: the last rank has left, and gives zeros."""
+    strategy = gl.ErrorFeedback21(gl.Sharded(gl.Int8(block=32)))
+    ranks = gl.Simulation(strategy, world=world)
+    gradient = {"w": torch.linspace(-1, 1, 320)}
+    for _ in range(5):
+        ranks.step([gradient] * world)
+    ranks.sizes = {**ranks.sizes, "world": world - 1}
+    for _ in range(20):
+        answer = ranks.step([gradient] * (world - 1) + [{"w": torch.zeros(320)}])[0]["w"]
+    torch.testing.assert_close(answer, gradient["w"], rtol=1e-3, atol=1e-3)
+
+
 def test_the_residual_norm_is_noted():
     ranks = gl.Simulation(STRATEGIES["top-k"](), world=2)
     ranks.step([{"w": torch.ones(500)} for _ in range(2)])
@@ -220,6 +249,19 @@ def test_dgc_is_the_paper_step_by_step():
         (lambda: gl.ErrorFeedback(gl.Mean(), torch.float16), gl.InvalidValue, "use float32 or bfloat16"),
         (lambda: gl.ErrorFeedback21(3), gl.WrongType, "wraps a strategy, got int"),
         (
+            lambda: gl.ErrorFeedback21(gl.Cast(gl.Mean(), torch.bfloat16)),
+            gl.InvalidValue,
+            "not the mean of what the ranks have sent",
+        ),
+        (lambda: gl.ErrorFeedback21(gl.Combined(gl.Median())), gl.InvalidValue, "would drift apart"),
+        (lambda: gl.ErrorFeedback21(gl.Gathered(gl.Raw(), median)), gl.InvalidValue, "would drift apart"),
+        (
+            lambda: gl.Cast(gl.Sharded(gl.Int8()), torch.bfloat16),
+            gl.InvalidValue,
+            "narrow what the codec of Sharded sends, its scales too",
+        ),
+        (lambda: gl.Cast(gl.After(3, gl.DGC()), torch.float16), gl.InvalidValue, "the codec of DGC"),
+        (
             lambda: gl.ErrorFeedback(gl.Cast(gl.WorkerMomentum(gl.Mean()), torch.bfloat16)),
             gl.InvalidValue,
             r"put it inside: WorkerMomentum\(ErrorFeedback\(...\)\)",
@@ -233,6 +275,15 @@ def test_dgc_is_the_paper_step_by_step():
 def test_what_does_not_go_together_is_refused_at_once(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_feedback_round_a_narrowed_strategy_that_does_not_say_what_it_sent_is_refused():
+    """A dry run refuses it too, before anything is trained."""
+    feedback = gl.ErrorFeedback(gl.Cast(GatheredMean(), torch.bfloat16))
+    with pytest.raises(gl.InvalidValue, match="cannot tell what GatheredMean lost"):
+        gl.dry_run(feedback, {"w": (300,)}, world=4)
+    with pytest.raises(gl.InvalidValue, match="cannot tell what GatheredMean lost"):
+        gl.Simulation(feedback, world=3).step([{"w": torch.ones(300)}] * 3)
 
 
 @pytest.mark.parametrize("codec", [gl.Int8(), gl.Int4(), gl.Int2(), gl.Sign(), gl.Fp8()])

@@ -182,7 +182,7 @@ INSIDE = [
     gl.WeightedMean(1.0),
     gl.After(3, then=gl.ErrorFeedback(gl.PowerSGD(1))),
     gl.Route({"a*": gl.DGC(0.1)}),
-    gl.Cast(gl.Sharded(gl.Int8()), torch.bfloat16),
+    gl.Cast(gl.WorkerMomentum(gl.Mean()), torch.bfloat16),
     gl.Noop(),
     gl.Private(gl.Mean(), 1.0, 1.0),
 ]

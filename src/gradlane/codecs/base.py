@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +25,10 @@ class Codec(ABC):
     converted on the way in and out. On ``meta`` tensors only the shapes are computed.
     """
 
-    linear: ClassVar[bool] = False
-    """Payloads may be summed on the wire: all parts are float, and the sum decodes to the sum."""
+    @property
+    def linear(self) -> bool:
+        """Payloads may be summed on the wire: all parts are float, and the sum decodes to the sum."""
+        return False
 
     @property
     def granularity(self) -> int:
@@ -97,6 +98,8 @@ class Codec(ABC):
             self._encode_owed(_single(gradient), debt, room, seed, payload)
             if room is not left:
                 left.copy_(room)
+            if not self.sound(payload):  # close to the largest number rounding may have passed it
+                keep_finite(left)
         return payload
 
     def sound(self, payload: Payload) -> bool:

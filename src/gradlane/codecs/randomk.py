@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ class RandomK(Codec):
     ``unbiased=True`` multiplies them by the size of their stratum, for use without.
     """
 
-    linear: ClassVar[bool] = True
     ratio: float = 0.01
     run: int = 1
     unbiased: bool = False
@@ -38,6 +36,10 @@ class RandomK(Codec):
             raise InvalidValue(f"RandomK ratio={self.ratio!r}; use a share above 0 and up to 1, such as 0.01")
         if not isinstance(self.run, int) or self.run < 1:
             raise InvalidValue(f"RandomK run={self.run!r}; use a whole number from 1 up")
+
+    @property
+    def linear(self) -> bool:
+        return True
 
     def units(self, numel: int) -> int:
         """How many runs are taken."""

@@ -1,26 +1,37 @@
-"""No compression: the control arm."""
+"""The gradient itself, in fp32 or narrower: the control arm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..errors import InvalidValue
 from .base import PIECE, Codec, Layout
+
+VALUES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """The gradient as it is, in fp32."""
+    """The gradient as it is, as numbers of type ``value``: float32 or bfloat16."""
 
-    linear: ClassVar[bool] = True
+    value: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.value not in VALUES:
+            raise InvalidValue(f"Raw value={self.value!r}; use one of {', '.join(VALUES)}")
+
+    @property
+    def linear(self) -> bool:
+        return self.value == "float32"  # sums in bfloat16 are rounded
 
     def layout(self, numel: int) -> Layout:
-        return (((numel,), torch.float32),)
+        return (((numel,), VALUES[self.value]),)
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         payload[0].copy_(flat)
@@ -37,10 +48,14 @@ class Raw(Codec):
         size = PIECE if out.device.type == "cpu" else out.numel()  # a piece stays in the cache
         for start in range(0, out.numel(), size):
             total = out[start : start + size]
-            torch.mul(payloads[0][0][start : start + size], factor, out=total)
+            torch.mul(payloads[0][0][start : start + size].float(), factor, out=total)
             for (values,) in payloads[1:]:
-                total.add_(values[start : start + size] * factor)
+                total.add_(values[start : start + size].float() * factor)  # rounded twice on every processor
 
     def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
-        torch.add(gradient, owed, out=payload[0])
-        left.zero_()
+        if self.value == "float32":
+            torch.add(gradient, owed, out=payload[0])
+            left.zero_()
+        else:
+            payload[0].copy_(torch.add(gradient, owed, out=left))
+            left.sub_(payload[0])

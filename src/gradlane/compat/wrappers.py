@@ -38,7 +38,7 @@ class Plain:
         return feed_of(state, bucket, self.strategy).reduce(bucket, self.strategy)
 
     def narrowed(self, dtype: torch.dtype) -> "Plain":
-        return Plain(Cast(self.strategy, dtype))
+        return self if self.strategy.encodes else Plain(Cast(self.strategy, dtype))  # codes are narrower
 
 
 translations: MutableMapping[Hook, Translation] = WeakKeyDictionary()

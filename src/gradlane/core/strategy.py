@@ -63,9 +63,18 @@ class Strategy(ABC):
     settles: ClassVar[bool] = False
     """Whether it takes ``bucket.owed`` into account by itself, in the same pass as its own work."""
 
+    encodes: ClassVar[bool] = False
+    """Whether what travels is a codec's payload, which no ``Cast`` outside may narrow."""
+
     linear: ClassVar[bool] = False
     """Whether the answer depends on nothing but the sum of what the ranks give in this step, and on what all
     know: no memory of a rank's own, nothing rounded to codes before the sum. Of a wrapper: if so inside."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether the answer is the mean of what the ranks say they ``sent``, but for the rounding of fp32.
+        Of a wrapper: if so inside."""
+        return False
 
     @abstractmethod
     async def reduce(self, bucket: Bucket) -> Reduced:

@@ -12,7 +12,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
 from ..core.numbers import HUGE
 from ..core.running import intercept
-from ..core.strategy import Reduced, Strategy
+from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import divided
 from .private import refuse_private_in_fp16
@@ -33,6 +33,9 @@ class Cast(Strategy):
     (exact), ``overflow_sum``, those whose sum over the ranks came back infinite (looked for where this
     rank's own part was large: on one rank at least), and ``underflow``, non-zero values that became zero
     (exact up to 16,384 elements, beyond that estimated from a window that moves from step to step).
+
+    Inside of ``ErrorFeedback`` what this rank's narrowing loses is kept; what sums on the wire round off is
+    not. ``ErrorFeedback(Sharded(Raw("bfloat16")))`` has the same bytes, and loses nothing.
     """
 
     inner: Strategy
@@ -51,10 +54,23 @@ class Cast(Strategy):
             )
         if self.dtype == torch.float16:
             refuse_private_in_fp16(self.inner)
+        if coded := next((part for part in parts(self.inner) if part.encodes), None):
+            name = type(coded).__name__
+            raise InvalidValue(
+                f"Cast would narrow what the codec of {name} sends, its scales too, and nobody would keep "
+                f"what that loses. The codec decides how wide {name} is: leave Cast out, take "
+                "Raw('bfloat16') or TopK(..., value='bfloat16'), or put Cast beside it in a Route"
+            )
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         wire = _NarrowWire(self.dtype, bucket)
         reduced = await intercept(self.inner.reduce(replace(bucket, wire=self.dtype)), wire.answer)
+        if bucket.feedback and reduced.sent is None and wire.kept is None and wire.narrowed:
+            raise InvalidValue(
+                f"error feedback round Cast cannot tell what {type(self.inner).__name__} lost: it does not "
+                "say what it sent; return Reduced(mean, sent=...) with bucket.as_seen(...), or leave Cast or "
+                "the feedback out"
+            )
         if reduced.sent is None and wire.kept is not None:
             kept, scale = wire.kept, bucket.divisor()
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))

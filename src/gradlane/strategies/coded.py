@@ -129,9 +129,9 @@ class Shards:
         payload = encoded(self._codec, bucket, total, residual, None, seed, "shard mean")
         mine.mul_(count)
         if after is not None:
-            if mine.device.type != "meta":
-                keep_finite(mine)
             after.copy_(mine)
+            if after.device.type != "meta":
+                keep_finite(after)
         if self._own_sent is not None:
             self._own_sent.sub_(mine)
         return payload

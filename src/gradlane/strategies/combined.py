@@ -44,6 +44,7 @@ class Combined(Strategy):
     codec: Codec = field(default_factory=Raw)
     watch: Watch = field(default_factory=Watch)
     settles: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._judged: tuple[Tensor, Verdict] | None = None  # by the figures: all buckets of a step share them

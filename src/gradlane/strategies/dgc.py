@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -40,6 +41,7 @@ class DGC(Strategy):
     warmup: int = 0
     velocity: Memory | None = None
     memory: Memory | None = None
+    encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         TopK(self.ratio)  # refuses a ratio that it cannot send

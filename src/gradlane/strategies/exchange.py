@@ -21,6 +21,7 @@ class Summed(Strategy):
 
     codec: Codec
     settles: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -30,6 +31,10 @@ class Summed(Strategy):
                 f"payloads of {name} cannot be summed on the wire; "
                 f"write Sharded({name}()) or Gathered({name}())"
             )
+
+    @property
+    def averages(self) -> bool:
+        return True
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
@@ -54,10 +59,15 @@ class Gathered(Strategy):
     codec: Codec
     aggregate: Aggregate = mean
     settles: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked_codec(self.codec, "Gathered")
         check_aggregate(self.aggregate, "Gathered")
+
+    @property
+    def averages(self) -> bool:
+        return self.aggregate is mean
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
@@ -84,10 +94,15 @@ class Sharded(Strategy):
     codec: Codec
     aggregate: Aggregate = mean
     settles: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked_codec(self.codec, "Sharded")
         check_aggregate(self.aggregate, "Sharded")
+
+    @property
+    def averages(self) -> bool:
+        return self.aggregate is mean
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         if bucket.world <= 2:

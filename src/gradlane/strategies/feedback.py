@@ -71,10 +71,10 @@ async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
     reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
     # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
     whole.sub_(whole.to(flat.dtype) if reduced.sent is None else reduced.sent())
-    if whole.device.type != "meta":
-        keep_finite(whole)
     if whole is not left:
         left.copy_(whole)
+    if left.device.type != "meta":
+        keep_finite(left)
     return reduced
 
 
@@ -84,7 +84,8 @@ class ErrorFeedback21(Strategy):
 
     Each rank keeps its own estimate G, which the others know, and the mean of all, which is the answer:
     two copies of the gradient. What arrives is never old, as with EF14; in return every gradient
-    is answered by an estimate that has yet to come up to it.
+    is answered by an estimate that has yet to come up to it. The answer must be the mean of what the ranks
+    sent (``Strategy.averages``), or both sides would drift apart: a robust rule and a ``Cast`` are refused.
     """
 
     inner: Strategy
@@ -93,6 +94,12 @@ class ErrorFeedback21(Strategy):
 
     def __post_init__(self) -> None:
         _check_inner(self.inner, "ErrorFeedback21")
+        if not self.inner.averages:
+            raise InvalidValue(
+                f"ErrorFeedback21({type(self.inner).__name__}(...)): the answer inside is not the mean of "
+                "what the ranks have sent, so estimates and answers would drift apart; use Gathered, Sharded "
+                "or Summed with the mean, PowerSGD or AcpSGD, or take ErrorFeedback"
+            )
         self.own = self.own or Memory(torch.float32)
         self.mean = self.mean or Memory(torch.float32, shared=True)
 
@@ -103,16 +110,17 @@ class ErrorFeedback21(Strategy):
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
-        answer = mean + reduced.mean
-        if all_finite(answer):
-            mean_after.copy_(answer)
+        # The mean of all estimates. Those who left early count in it, until they have taken theirs back.
+        estimate = torch.add(mean, reduced.mean, alpha=bucket.divisor() / bucket.world)
+        if all_finite(estimate):
+            mean_after.copy_(estimate)
             torch.add(own, whole if reduced.sent is None else reduced.sent(), out=own_after)
             if not all_finite(own_after):  # it has passed the largest number, and the mean has not
                 own_after.nan_to_num_(nan=0.0)
         else:  # all ranks see this, and stay with what they had: mean remains the mean of what each one has
             mean_after.copy_(mean)
             own_after.copy_(own)
-        return Reduced(bucket.flat.copy_(answer))
+        return Reduced(bucket.flat.copy_(estimate).mul_(bucket.world / bucket.divisor()))
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """Own estimates are gone with their ranks: all begin with the mean of them, which is the answer."""

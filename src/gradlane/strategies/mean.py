@@ -16,6 +16,10 @@ class Mean(Strategy):
 
     linear: ClassVar[bool] = True
 
+    @property
+    def averages(self) -> bool:
+        return True
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat))
 

@@ -46,6 +46,10 @@ class Route(Strategy):
                 )
         refuse_private_inside("Route", *self.rules.values(), self.otherwise)
 
+    @property
+    def averages(self) -> bool:
+        return all(strategy.averages for strategy in (*self.rules.values(), self.otherwise))
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         shares = _shares(self._leading(), bucket.layout)
         if len(shares) == 1:  # the usual case, and the only one for a sparse gradient

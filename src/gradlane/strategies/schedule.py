@@ -32,6 +32,10 @@ class After(Strategy):
                 raise WrongType(f"{name}={getattr(self, name)!r} is not a strategy; write Mean(), say")
         refuse_private_inside("After", self.then, self.first)
 
+    @property
+    def averages(self) -> bool:
+        return self.first.averages and self.then.averages
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         chosen = self.first if bucket.step < self.step else self.then
         return await chosen.reduce(bucket)

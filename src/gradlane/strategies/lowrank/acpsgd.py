@@ -54,6 +54,10 @@ class AcpSGD(Strategy):
         self.left = self.left or FactorMemory()
         self.right = self.right or FactorMemory()
 
+    @property
+    def averages(self) -> bool:
+        return True
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.left is not None
         assert self.right is not None

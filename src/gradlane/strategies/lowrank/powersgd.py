@@ -74,6 +74,10 @@ class PowerSGD(Strategy):
                 )
             self.plan = self.plan or RankPlan(self.budget, self.every)
 
+    @property
+    def averages(self) -> bool:
+        return True
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.factors is not None
         step = Step(bucket, self._cut(bucket), self.owes)
