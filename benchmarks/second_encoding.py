@@ -62,6 +62,9 @@ def strategy_of(text: str, cure: str) -> gl.Strategy:
         return gl.ErrorFeedback(gl.Gathered(codec))
     if cure == "residual":
         return gl.ErrorFeedback(gl.Sharded(codec))
+    if cure.startswith("residual of "):
+        answer = gl.parse(f"Gathered({cure.removeprefix('residual of ')})").codec
+        return gl.ErrorFeedback(gl.Sharded(codec, answer=answer))
     if cure == "no feedback":
         return gl.Sharded(codec)
     seconds = {
@@ -119,7 +122,8 @@ def main() -> None:
     parser.add_argument(
         "--cure",
         default="residual",
-        choices=["dense", "gathered", "residual", "none", "unbiased", "int8", "int4", "no feedback"],
+        help="dense, gathered, residual, 'residual of Int2()' (another codec for answers), none, unbiased, "
+        "int8, int4 (each without a residual), no feedback",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)

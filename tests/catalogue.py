@@ -125,6 +125,9 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "int4 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))),
     "int2 feedback bf16": lambda: gl.ErrorFeedback(gl.Gathered(gl.Int2(block=32)), torch.bfloat16),
     "1-bit": lambda: gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32))),
+    "1-bit, wider answers": lambda: gl.ErrorFeedback(
+        gl.Sharded(gl.Sign(block=64, rotate=True), answer=gl.Int2(block=96))
+    ),
     "fp8": lambda: gl.Sharded(gl.Fp8(block=32)),
     "natural": lambda: gl.Gathered(gl.Natural()),
     "top-k": lambda: gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))),
@@ -185,6 +188,7 @@ OWING = (
     "int4 feedback",
     "int2 feedback bf16",
     "1-bit",
+    "1-bit, wider answers",
     "top-k",
     "top-k sharded",
     "random-k",

@@ -219,12 +219,12 @@ def test_it_costs_a_plain_all_reduce_and_the_inner_products(rule, world):
     assert robust.wire_bytes >= plain.wire_bytes
 
 
-def test_a_cast_narrows_gradients_and_not_inner_products():
-    narrow = gl.dry_run(gl.Cast(gl.Combined(gl.Krum(1)), torch.bfloat16), {"w": (5000,)}, world=5)
+def test_a_narrow_codec_narrows_gradients_and_not_inner_products():
+    narrow = gl.dry_run(gl.Combined(gl.Krum(1), gl.Raw("bfloat16")), {"w": (5000,)}, world=5)
     assert [event.payload_bytes for event in narrow.events] == [2 * 5000, 8 * 5 * 6, 2 * 1000]
     rows = nearly_equal(5)
     rows[0] *= 3
-    ranks = gl.Simulation(gl.Cast(gl.Combined(gl.Krum(1)), torch.bfloat16), world=5)
+    ranks = gl.Simulation(gl.Combined(gl.Krum(1), gl.Raw("bfloat16")), world=5)
     answer = ranks.step([as_gradients(row) for row in rows])[0]
     torch.testing.assert_close(answer["b"], rows[1, 200:233], rtol=1e-2, atol=0)
 

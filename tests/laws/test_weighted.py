@@ -154,7 +154,7 @@ def test_feedback_outside_is_refused_with_the_way_out(feedback):
 
 def test_what_is_no_mean_is_refused():
     with pytest.raises(gl.InvalidValue, match="the Sharded inside it takes another aggregate"):
-        gl.WeightedMean(1.0, gl.Cast(gl.Sharded(gl.Raw(), lambda rows: rows[0]), torch.bfloat16))
+        gl.WeightedMean(1.0, gl.After(3, gl.Sharded(gl.Raw(), lambda rows: rows[0])))
     for rule in (gl.Median(), gl.mean):
         with pytest.raises(gl.InvalidValue, match="Combined inside WeightedMean would leave ranks out"):
             gl.WeightedMean(1.0, gl.Combined(rule))

@@ -3,6 +3,7 @@ sent."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -34,13 +35,15 @@ class Shards:
     the ranks, so that it may move to another shard, or another world, and count as much there.
     """
 
-    def __init__(self, codec: Codec, bucket: Bucket) -> None:
+    def __init__(self, codec: Codec, bucket: Bucket, answer: Codec | None = None) -> None:
         self._codec, self._bucket = codec, bucket
+        self._answer = answer or codec
         self._seed = bucket.seed(SALT, shared=False)
         self._kept: list[tuple[Payload, int]] | None = None
         self._own_sent: Tensor | None = None
         self._sound = False
-        self.size = shard_size(bucket.flat.numel(), bucket.world, codec.granularity)
+        whole = math.lcm(codec.granularity, self._answer.granularity)
+        self.size = shard_size(bucket.flat.numel(), bucket.world, whole)
         """Of a shard on the wire: as long as the longest."""
         self._parts = _cut(bucket.flat, self.size, bucket.world)
         self._own = self._parts[bucket.rank]
@@ -108,13 +111,13 @@ class Shards:
 
     def answer(self, total: Tensor) -> Payload:
         """This rank's shard, and the residual of earlier answers, encoded for all."""
-        codec, bucket = self._codec, self._bucket
+        bucket = self._bucket
         seed = bucket.seed(SALT + 1, shared=False)
         if bucket.owed is None and not bucket.feedback:
-            payload = encoded(codec, bucket, total, None, None, seed, "shard mean")
+            payload = encoded(self._answer, bucket, total, None, None, seed, "shard mean")
         else:
             payload = self._answer_with_feedback(total, seed)
-        self._sound = codec.sound(payload)
+        self._sound = self._answer.sound(payload)
         return payload
 
     def _answer_with_feedback(self, total: Tensor, seed: int) -> Payload:
@@ -126,7 +129,7 @@ class Shards:
             mine.add_(before, alpha=1 / count)  # of the sum, where total is a mean
         if bucket.feedback:
             self._own_sent = torch.add(self._own, mine, alpha=count)
-        payload = encoded(self._codec, bucket, total, residual, None, seed, "shard mean")
+        payload = encoded(self._answer, bucket, total, residual, None, seed, "shard mean")
         mine.mul_(count)
         if after is not None:
             after.copy_(mine)
@@ -159,10 +162,10 @@ class Shards:
 
     def _read(self, payload: Payload, part: Tensor, seed: int) -> None:
         if part.numel() == self.size:
-            self._codec.decode(payload, part, seed)
+            self._answer.decode(payload, part, seed)
         else:
             whole = self._bucket.empty("shard sum", self.size, self._wide())
-            part.copy_(self._codec.decode(payload, whole, seed)[: part.numel()])
+            part.copy_(self._answer.decode(payload, whole, seed)[: part.numel()])
 
 
 def shard_size(numel: int, world: int, granularity: int) -> int:

@@ -87,17 +87,20 @@ class Sharded(Strategy):
 
     Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. Inside of
     ``ErrorFeedback`` what the second encoding loses is kept too, by the rank that encodes (the server's error
-    of Tang et al., 2019, "DoubleSqueeze"), in the memory that its own part does not need. With two ranks it
-    is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
+    of Tang et al., 2019, "DoubleSqueeze"), in the memory that its own part does not need. ``answer`` is the
+    codec of the second encoding, the same as the first unless it is given: one bit is too little for both.
+    With two ranks it is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
     """
 
     codec: Codec
     aggregate: Aggregate = mean
+    answer: Codec | None = None
     settles: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checked_codec(self.codec, "Sharded")
+        for codec in (self.codec, self.answer or self.codec):
+            checked_codec(codec, "Sharded")
         check_aggregate(self.aggregate, "Sharded")
 
     @property
@@ -108,7 +111,7 @@ class Sharded(Strategy):
         if bucket.world <= 2:
             return await Gathered(self.codec, self.aggregate).reduce(bucket)
         refuse_sparse(bucket, "Sharded")
-        shards = Shards(self.codec, bucket)
+        shards = Shards(self.codec, bucket, self.answer)
         received = await all_to_all(shards.encoded())
         answer = shards.answer(shards.combined(received, self.aggregate))
         return shards.reduced(await all_gather(answer))

@@ -30,8 +30,9 @@ HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
 class ErrorFeedback(Strategy):
     """EF14 (Seide et al., 2014; Karimireddy et al., 2019): send C(g + e), keep e = g + e - C(g + e).
 
-    What was sent and what is owed add up to the gradients, always. ``dtype`` is that of the memory, a
-    copy of the gradient, and one to go back to: bfloat16 halves it and rounds what is owed.
+    What arrived and what all ranks keep is what was given, at any number of ranks. Exceptions: sums that a
+    ``Cast`` inside rounds on the wire, a memory in bfloat16, which rounds, and what a robust rule leaves out.
+    ``dtype`` is that of the memory, a copy of the gradient, and one to go back to.
     ``comm/residual_norm`` is its norm, estimated from a sample where a bucket is large.
     """
 
