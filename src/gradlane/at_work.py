@@ -86,7 +86,7 @@ class AtWork(ABC):
         self._board = opened.board
         self._swaps = 0
         self._closed = False
-        self._withheld = Withheld(module.parameters())
+        self._withheld = Withheld(module.named_parameters(), self._synced)
         self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
         self._feed.scaler = settings.scaler
         if settings.verify_every is not None:
@@ -99,6 +99,10 @@ class AtWork(ABC):
 
     @abstractmethod
     def _fed(self, opened: Opened, guard: Guard) -> Feed: ...
+
+    def _synced(self) -> bool:
+        """Whether a backward under way ends with the mean of all ranks."""
+        return True
 
     def _alike(self) -> dict[str, Tensor]:
         """The weights that are the same on all ranks; buffers may differ on purpose."""

@@ -65,6 +65,10 @@ class Attachment(AtWork):
         self._feed.expect(rebuilt_buckets(self._ddp()))
         return super()._layout_to_come()
 
+    def _synced(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and ddp.require_backward_grad_sync
+
     def _alike(self) -> dict[str, Tensor]:
         """But for those that DDP was told to leave alone."""
         ddp = self._ddp()

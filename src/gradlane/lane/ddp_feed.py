@@ -46,10 +46,10 @@ class DdpFeed(Feed):
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
-        if given.index() == 0:
-            self.begin(strategy)
         backward = current_backward()
         active = backward is not None
+        if given.index() == 0:
+            self.begin(strategy, joined=not active)
         flat = given.buffer()
         bucket = self.bucket(flat, self._layout(given), given.index(), given.is_last(), joined=not active)
         if active and backward != self._settled:
@@ -65,13 +65,12 @@ class DdpFeed(Feed):
         return answer
 
     def _shadowed(self) -> None:
-        """A joined rank has no backward in which to take part when the others compare their weights."""
-        if self.drift is None or not self.drift.due(self.step - 1):
-            return
+        """A joined rank has no backward at whose end it could count the step as the others do, and take part
+        when they compare their weights. DDP would wait for the step here anyway."""
         self.lane.drain()
         failed = self.lane.take_failure() is not None  # DDP finds it in the futures
         trouble: BaseException | None = self._counted(failed)
-        if not failed:
+        if not failed and self.drift is not None and self.drift.due(self.step - 1):
             trouble = self.drift.trouble(self.step - 1, joined=True) or trouble
         if trouble is not None:
             raise trouble

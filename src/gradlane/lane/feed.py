@@ -61,12 +61,12 @@ class Feed:
             scratch=self._scratch.setdefault(flat.data_ptr(), Scratch()) if not flat.is_sparse else None,
         )
 
-    def begin(self, strategy: Strategy) -> None:
+    def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
         """Before the first bucket of a step."""
         self.settle()
         self._ready = time.perf_counter()
         self._buckets = []
-        self.guard.begin(strategy, self.step)
+        self.guard.begin(strategy, self.step, joined=joined)
 
     def give(
         self, bucket: Bucket, strategy: Strategy, *, as_complex: bool = False, loud: bool = False

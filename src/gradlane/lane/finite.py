@@ -9,6 +9,10 @@ from ..core.bucket import Bucket
 from ..core.strategy import Reduced
 from ..kernels.finite import all_finite
 
+FINE, CARRIED, BAD = 0, 1, 2
+"""What a rank says of a step, and the largest of what all say. ``CARRIED``: not finite because the gradient
+was added to that of a skipped step, as micro-batches without ``no_sync`` are."""
+
 
 class FiniteCheck:
     """Looks at the answer of every bucket while it is ``on``; a lane has one.
@@ -19,15 +23,17 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self.on = False
-        self.agreed = False
-        """Some rank saw an answer that is not finite in the last step; set when the step ended."""
+        self.agreed = FINE
+        """What all ranks together saw of the last step; set when the step ended."""
+        self._carried = False
         self._answers: list[Bucket] = []
         self._fine: list[Tensor | bool] = []
 
-    def begin(self) -> None:
+    def begin(self, *, carried: bool = False) -> None:
         self._answers.clear()
         self._fine.clear()
-        self.agreed = False
+        self.agreed = FINE
+        self._carried = carried
 
     def look(self, bucket: Bucket, reduced: Reduced) -> None:
         mean = reduced.mean
@@ -40,9 +46,11 @@ class FiniteCheck:
         self._fine.append(all_finite(mean) if mean.device.type == "cpu" else torch.isfinite(mean).all())
 
     @property
-    def seen(self) -> bool:
-        """Whether this rank saw one."""
-        return not all(map(bool, self._fine))
+    def seen(self) -> int:
+        """What this rank saw."""
+        if all(map(bool, self._fine)):
+            return FINE
+        return CARRIED if self._carried else BAD
 
     def names(self) -> list[str]:
         """The parameters with such an answer; all ranks have the same, whoever looked first."""

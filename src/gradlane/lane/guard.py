@@ -8,7 +8,7 @@ from ..core.bucket import Bucket
 from ..core.strategy import Strategy, Undoable, is_undoable, named_states
 from ..errors import InvalidValue, NonFinite
 from ..log import log
-from .finite import FiniteCheck, names_not_finite
+from .finite import CARRIED, FINE, FiniteCheck, names_not_finite
 from .optimizers import Withheld
 
 Policy = Literal["skip", "raise", "propagate"]
@@ -44,13 +44,13 @@ class Guard:
         self._wary_until = 0
         self._states: list[Undoable] = []
 
-    def begin(self, strategy: Strategy, step: int) -> None:
-        """The first bucket of a step is here."""
+    def begin(self, strategy: Strategy, step: int, *, joined: bool = False) -> None:
+        """The first bucket of a step is here. A rank that has joined has no gradients to tell of."""
         self.open = True
         self._step = step
         self.skipped = False
-        self._withhold(False)
-        self._check.begin()
+        carried = self._withheld is not None and self._withheld.begin()
+        self._check.begin(carried=carried or joined)
         self._states = [leaf.state for leaf in named_states(strategy) if is_undoable(leaf.state)]
         for state in self._states:
             # What all ranks must have alike has to be undone in any case: a step may fail between ranks.
@@ -64,33 +64,34 @@ class Guard:
     def ended(self, *, failed: bool) -> NonFinite | None:
         """The step is over on all ranks, or ``failed`` on all. The error to raise, if there is one."""
         self.open = False
-        bad = self._check.agreed and not failed
+        bad = self._check.agreed != FINE and not failed
         for state in self._states:
             state.undo() if failed or bad else state.keep()
         if not bad:
             self._in_a_row = self._in_a_row if failed else 0
             return None
         self.skipped = True
-        self._withhold(True)
-        self._in_a_row += 1
+        names = self._check.names()
+        if self._withheld is not None:
+            self._withheld.withhold(names)
+        carried = self._check.agreed == CARRIED
+        self._in_a_row += not carried
         self._wary_until = self._step + WARY
-        what = _what("mean gradient", self._check.names())
+        what = _what("mean gradient", names)
         if self._policy == "raise":
             return NonFinite(
                 f"step {self._step}: {what}; memory is as before the step. Lower the learning rate, clip, or "
                 "go on without such steps: nonfinite='skip'"
             )
-        if self._in_a_row > MOST_SKIPS:
+        if carried:
+            what += "; it was added to that of a skipped step, which zero_grad() has not cleared"
+        elif self._in_a_row > MOST_SKIPS:
             return NonFinite(
                 f"step {self._step}: {what}, after {MOST_SKIPS} skipped steps in a row, the most allowed: "
                 "training has diverged; go back to a checkpoint, with a lower learning rate or clipping"
             )
         log.warning("step %d is skipped on all ranks: %s", self._step, what)
         return None
-
-    def _withhold(self, on: bool) -> None:
-        if self._withheld is not None:
-            self._withheld.on = on
 
 
 def _what(kind: str, names: list[str]) -> str:

@@ -89,13 +89,13 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     )
 
 
-def commit(group: Any, step: int, flag: bool) -> tuple[int, int, bool]:
-    """The first and the last step any rank is in, and whether any rank has raised its flag; returns only
-    when all ranks came this far."""
+def commit(group: Any, step: int, flag: int) -> tuple[int, int, int]:
+    """The first and the last step any rank is in, and the largest flag of all ranks; returns only when all
+    ranks came this far."""
     bounds = torch.tensor([step, -step, flag])
     _reduce(group, bounds, "max").wait()
     last, first, flagged = bounds.tolist()
-    return -first, last, bool(flagged)
+    return -first, last, flagged
 
 
 def sever(group: Any) -> None:

@@ -1,0 +1,141 @@
+"""Skipped steps and optimizers of every kind (R8): with a closure, in which backward runs, and without."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+import gradlane as gl
+from gradlane.local import run_ranks
+
+from ..laws.test_undo import equal
+from ..training import build, data, replicas_equal
+from .test_nonfinite import SMALL, Injected
+
+STEPS, BAD = 5, 2
+
+
+class Overrides(SGD):
+    """A step of one's own, round that of torch."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class EvaluatesItself(Adam):
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        super().step()
+        return loss
+
+
+ONCE = {
+    "sgd": lambda p: SGD(p, 0.05, momentum=0.9, weight_decay=0.1),
+    "sgd foreach": lambda p: SGD(p, 0.05, momentum=0.9, weight_decay=0.1, foreach=True),
+    "sgd fused": lambda p: SGD(p, 0.05, momentum=0.9, weight_decay=0.1, fused=True),
+    "adam": lambda p: Adam(p, 0.01, weight_decay=0.1),
+    "adam foreach": lambda p: Adam(p, 0.01, foreach=True, amsgrad=True),
+    "adamw fused": lambda p: AdamW(p, 0.01, fused=True),
+    "rmsprop": lambda p: RMSprop(p, 0.01, momentum=0.5),
+    "overrides step": lambda p: Overrides(p, 0.05, momentum=0.9),
+    "evaluates itself": lambda p: EvaluatesItself(p, 0.01),
+}
+
+HALVED = ("sgd", "adam", "evaluates itself")  # also with two optimizers, each for some of the parameters
+
+
+def by_keyword(optimizer, closure):
+    optimizer.step(closure=closure)
+
+
+def by_position(optimizer, closure):
+    optimizer.step(closure)
+
+
+def before_the_step(optimizer, closure):
+    closure()
+    optimizer.step()
+
+
+WAYS = (by_keyword, by_position, before_the_step)
+
+
+def train(rank, make, way, *, bad=True, halves=False):
+    """Weights and state after five steps, and whether the bad one left all as it was; or without it."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    parameters = [p for p in ddp.parameters() if p.requires_grad]
+    shares = [parameters[::2], parameters[1::2]] if halves else [parameters]
+    optimizers = [make(share) for share in shares]
+    injected = Injected(ddp.module, rank, [(BAD, 1, 3, math.nan)] if bad else [])
+    kept = []
+    with gl.attach(ddp, "Mean()", timeout=30) as attachment:
+        for step in range(STEPS):
+            injected.step = step
+            if step == BAD and not bad:
+                continue
+
+            def closure(step=step):
+                ddp.zero_grad()
+                loss = ddp(data(rank, step))
+                loss.backward()
+                return loss
+
+            before = [p.detach().clone() for p in parameters], [told(o) for o in optimizers]
+            way(optimizers[0], closure)
+            for other in optimizers[1:]:
+                other.step()
+            after = list(parameters), [told(o) for o in optimizers]
+            kept.append(all(map(torch.equal, before[0], after[0])) and equal(before[1], after[1]))
+        counted = attachment.metrics()["comm/skipped"]
+        return [p.detach().clone() for p in parameters], kept, replicas_equal(parameters), counted
+
+
+def told(optimizer):
+    return optimizer.state_dict()["state"]
+
+
+def every_way(rank, world):
+    found = {}
+    for name, make in ONCE.items():
+        clean = train(rank, make, before_the_step, bad=False)[0]
+        for way in WAYS:
+            for halves in (False, True) if name in HALVED else (False,):
+                weights, kept, alike, counted = train(rank, make, way, halves=halves)
+                found[name, way.__name__, halves] = (
+                    all(map(torch.equal, weights, clean)), kept, alike, counted,
+                )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_skipped_step_is_not_taken_whoever_runs_backward(world):
+    for found in run_ranks(every_way, world, world, deadline=300):
+        for how, outcome in found.items():
+            assert outcome == (True, [step == BAD for step in range(STEPS)], True, 1), how
+
+
+def without_its_own(rank):
+    """In which steps, one of them skipped, the optimizer of another model has changed it."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    other = torch.nn.Linear(4, 4)
+    injected = Injected(ddp.module, rank, [(1, 0, 0, math.nan)])
+    optimizers = [SGD(model.parameters(), 0.1) for model in (ddp, other)]
+    changed = []
+    with gl.attach(ddp, "Mean()", timeout=30):
+        for injected.step in range(3):
+            before = other.weight.detach().clone()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            ddp(data(rank, 0)).backward()
+            other(torch.ones(1, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            changed.append(not torch.equal(before, other.weight))
+    return changed
+
+
+def test_other_optimizers_are_left_alone():
+    assert run_ranks(without_its_own, 2) == [[True] * 3] * 2
