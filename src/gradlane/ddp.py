@@ -4,7 +4,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -101,13 +101,34 @@ def attach(
             "ever; build the DDP model anew, or do not register that hook"
         )
     settings = settings_of(observer, timeout, ranks_per_node, nonfinite, scaler, verify_every)
+    _refuse_steps_in_backward(ddp)
     attachment = Attachment(ddp, strategy, settings)
     if port is None:
         port = _ports[ddp] = _Port()
         ddp.register_comm_hook(port, gradlane_hook)
+        # DDP looks for such optimizers in its first forward, and would register a hook of its own for them.
+        _before_first_forward(ddp, _refuse_steps_in_backward)
     port.attachment = attachment
     attachment.on_close = port.let_go
     return attachment
+
+
+def _before_first_forward(ddp: torch.nn.Module, check: Callable[[torch.nn.Module], None]) -> None:
+    def once(ddp: torch.nn.Module, _: object) -> None:
+        check(ddp)
+        handle.remove()
+
+    handle = ddp.register_forward_pre_hook(once)
+
+
+def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
+    for name, parameter in ddp.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise WrongState(
+                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward): DDP would "
+                "take a hook of its own for it, and no other. Make the model without it, and call "
+                "optimizer.step() after backward"
+            )
 
 
 def _check_model(ddp: object) -> None:

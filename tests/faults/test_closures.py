@@ -1,5 +1,6 @@
 """Skipped steps and optimizers of every kind (R8): with a closure, in which backward runs, and without."""
 
+import copy
 import math
 
 import pytest
@@ -139,3 +140,90 @@ def without_its_own(rank):
 
 def test_other_optimizers_are_left_alone():
     assert run_ranks(without_its_own, 2) == [[True] * 3] * 2
+
+
+def lbfgs(rank, search, at, count):
+    """LBFGS evaluates its closure many times in a step, and goes by the loss: all ranks need the same one.
+    ``at`` counts evaluations. Whether each step has changed anything, and how many were skipped in it."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    parameters = [p for p in ddp.parameters() if p.requires_grad]
+    optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn=search)
+    injected = Injected(ddp.module, rank, [(at, 1, 3, math.nan)])
+    changed = []
+    with gl.attach(ddp, "Mean()", timeout=30) as attachment:
+
+        def closure():
+            injected.step = attachment.step
+            optimizer.zero_grad()
+            loss = ddp(data(rank, 0))
+            loss.backward()
+            torch.distributed.all_reduce(mean := loss.detach().clone())
+            return mean
+
+        for _ in range(count):
+            before = [p.detach().clone() for p in parameters], state_of(optimizer)
+            skipped = attachment.metrics()["comm/skipped"]
+            optimizer.step(closure)
+            same = all(map(torch.equal, before[0], parameters)) and equal(before[1], state_of(optimizer))
+            changed.append((not same, attachment.metrics()["comm/skipped"] - skipped))
+        finite = all(p.isfinite().all() for p in parameters)
+        return changed, bool(finite), injected.fired + (rank == 0), replicas_equal(parameters)
+
+
+def state_of(optimizer):
+    """As it is now: LBFGS writes to its own tensors, and lists."""
+    return [copy.deepcopy(state) for state in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("at", [0, 6])  # the first evaluation of all; one in the middle of a step
+def test_lbfgs_undoes_the_step_in_which_an_evaluation_was_skipped(search, at):
+    for changed, finite, fired, alike in run_ranks(lbfgs, 2, search, at, 4):
+        assert fired == 1
+        assert finite
+        assert alike
+        assert sum(skips for _, skips in changed) == 1
+        assert all(moved != bool(skips) for moved, skips in changed)
+
+
+class Moves(SGD):
+    """Sharpness-aware: it moves the weights, and evaluates there."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(0.01)
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.01)
+        super().step()
+        return loss
+
+
+def moves(rank):
+    ddp = DistributedDataParallel(build(), **SMALL)
+    optimizer = Moves([p for p in ddp.parameters() if p.requires_grad], 0.1)
+    injected = Injected(ddp.module, rank, [(5, 1, 3, math.nan)])
+    with gl.attach(ddp, "Mean()", timeout=30) as attachment:
+
+        def closure():
+            injected.step = attachment.step
+            optimizer.zero_grad()
+            loss = ddp(data(rank, 0))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.step(closure)
+        with pytest.raises(gl.NonFinite, match="Moves has moved the weights before its closure"):
+            optimizer.step(closure)
+    return True
+
+
+def test_a_step_that_cannot_be_withheld_raises_on_all_ranks():
+    assert run_ranks(moves, 2) == [True, True]
