@@ -93,3 +93,39 @@ def wrong_scaler(rank):
 
 def test_a_scaler_has_a_scale():
     assert run_ranks(wrong_scaler, 2) == [True, True]
+
+
+class Tiny(torch.nn.Module):
+    """Weights in fp16 whose gradient, 2^-26, is there in fp16 only while the loss is scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16, 8, dtype=torch.float16))
+
+    def forward(self, scale):
+        return (self.weight.float() * scale * 2.0**-26).sum()
+
+
+def in_fp16(rank, strategies):
+    """The largest and the smallest of the gradients of two steps, without the scale."""
+    scaler, found = Steps(), {}
+    for strategy in strategies:
+        ddp = DistributedDataParallel(Tiny())
+        grads = []
+        with gl.attach(ddp, strategy, timeout=30, scaler=scaler):
+            for scaler.step in (0, 25):
+                ddp.zero_grad()
+                ddp(scaler.get_scale()).backward()
+                grads.append(ddp.module.weight.grad.double() / scaler.get_scale() * 2**26)
+        assert ddp.module.weight.grad.dtype == torch.float16
+        found[strategy] = [float(end) for grad in grads for end in grad.aminmax()]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_fp16_do_not_vanish_where_they_are_unscaled(world):
+    strategies = ["ErrorFeedback(Sharded(Int8()))", "ErrorFeedback21(Sharded(Int8()))",
+                  "ErrorFeedback(PowerSGD(1, min_compression_rate=1))"]  # fmt: skip
+    for found in run_ranks(in_fp16, world, strategies):
+        for strategy, ends in found.items():
+            assert ends == pytest.approx([1.0] * 4, rel=0.01), strategy

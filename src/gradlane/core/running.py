@@ -13,6 +13,7 @@ from ..errors import InvalidValue, WrongType
 from .bucket import Bucket
 from .collectives import Note, Request, StepSum
 from .strategy import Reduced, Strategy
+from .trust import is_our_own
 
 T = TypeVar("T")
 NoteTaker = Callable[[Bucket, Note], None]
@@ -52,8 +53,8 @@ class Running:
                 asked = self._coroutine.send(answer)
             except StopIteration as end:
                 self.reduced = _checked(end.value, self.bucket, self.strategy)
-                if self.reduced.mean is self.sound:
-                    self.reduced = replace(self.reduced, sound=True)
+                sound = self.reduced.sound or self.reduced.mean is self.sound
+                self.reduced = replace(self.reduced, sound=sound and is_our_own(self.strategy))
                 self._look(self.bucket, self.reduced)
                 return None
             if isinstance(asked, Request):

@@ -51,7 +51,8 @@ class Reduced:
     """My contribution as the others saw it, where ``bucket.feedback`` asks for it; None: nothing lost."""
     sound: bool = False
     """What I gave is finite, and so small that no sum of all ranks' can overflow: the strategy knows it by a
-    glance at its payload. If all ranks can say so nobody has to look at the mean itself."""
+    glance at its payload. If all ranks can say so nobody has to look at the mean itself. Only believed of
+    strategies of this library."""
 
 
 class Strategy(ABC):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import torch
 
 from ..core.bucket import Bucket
 from ..core.strategy import Reduced, Strategy, named_states
@@ -39,6 +41,13 @@ class _Unscaled(Strategy):
     scale: float
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        bucket.flat.mul_(1 / self.scale)  # exact: a GradScaler's scale is a power of two
-        reduced = await self.inner.reduce(bucket)
-        return Reduced(reduced.mean.mul_(self.scale))
+        flat = bucket.flat
+        wide = flat
+        if (
+            flat.dtype == torch.float16
+        ):  # the scale is there because gradients would vanish in fp16 without it
+            wide = bucket.empty("unscaled", flat.numel(), torch.float32).copy_(flat)
+        wide.mul_(1 / self.scale)  # exact: a GradScaler's scale is a power of two
+        reduced = await self.inner.reduce(replace(bucket, flat=wide))
+        mean = reduced.mean.mul_(self.scale).detach()  # no more the answer that was sound: it may be infinite
+        return Reduced(mean if wide is flat else flat.copy_(mean))

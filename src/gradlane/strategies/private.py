@@ -89,7 +89,9 @@ class Private(Strategy):
             if self.noise:
                 add_noise(wide, self.noise * self.clip / math.sqrt(bucket.world), room)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
-        mean = reduced.mean if self.sampling == 1 else reduced.mean.div_(self.sampling)
+        mean = reduced.mean
+        if self.sampling != 1:
+            mean = mean.div_(self.sampling).detach()  # no more the answer that was sound: it may be infinite
         return Reduced(mean if wide is flat else flat.copy_(mean))
 
     async def _give(self, flat: Tensor, square: Tensor) -> None:
