@@ -16,6 +16,14 @@ from .test_laws import SHAPES, gradients
 NUMEL = 200_000
 
 
+def gives(running):
+    """What it gives to the sum, when all ranks have said that their gradients are finite."""
+    assert running.resume() is None
+    asked = running.resume(step_total([running]))
+    assert str(asked) == "all_reduce max(int32[1])"
+    return running.resume(torch.zeros(1, dtype=torch.int32)).payloads[0][0]
+
+
 def shares_given(world, strategy=None, steps=1, numel=NUMEL):
     """What each rank puts on the wire, of a gradient of zeros."""
     layout = (gl.Slot("w", torch.Size([numel])),)
@@ -26,8 +34,7 @@ def shares_given(world, strategy=None, steps=1, numel=NUMEL):
             running = Running(
                 strategy or gl.Private(gl.Mean(), clip=0.5, noise=3.0), bucket, lambda bucket, note: None
             )
-            assert running.resume() is None
-            given.append(running.resume(step_total([running])).payloads[0][0].clone())
+            given.append(gives(running).clone())
             running.close()
     return torch.stack(given).double()
 
@@ -58,17 +65,30 @@ def test_no_contribution_is_above_the_clip(dtype, scale):
         assert clip * 0.99999 < norm <= clip
 
 
-def test_what_is_not_finite_counts_as_zeros_and_is_noted():
-    given = gradients(3)
-    given[1]["b.weight"][0, 0, 0] = math.nan
-    given[2]["a.bias"][3] = -math.inf
-    ranks = gl.Simulation(gl.Private(gl.Mean(), 1.0, noise=0.0), world=3, bucket_bytes=64)
-    answer = ranks.step(given)[0]
-    wanted = clipped_sum(given[:1], 1.0)
-    for key in SHAPES:  # every bucket of those ranks is zeros, not only the one with the nan
-        torch.testing.assert_close(answer[key].double() * 3, wanted[key], rtol=3e-6, atol=1e-9)
-    assert ranks.figures["private_nonfinite"] == 2
-    assert ranks.figures["private_clipped"] == 1
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_what_is_not_finite_is_refused_by_all_before_anything_is_sent(world, bad):
+    given = gradients(world)
+    given[1]["b.weight"][0, 0, 0] = bad
+    ranks = gl.Simulation(gl.Private(gl.PowerSGD(1, 1), 1.0, noise=1.0), world=world, bucket_bytes=64)
+    for answer in ranks.step(given):
+        assert all(value.isnan().all() for value in answer.values())  # every bucket, not only that one
+    assert [(event.kind, event.payload_bytes) for event in ranks.events] == [("all_reduce", 4)]
+    assert ranks.figures["private_nonfinite"] == 1
+    assert [one.spent.steps for one in ranks.strategies] == [0] * world
+    assert all(one.inner.factors.state_dict() == {} for one in ranks.strategies)
+    ranks.step(gradients(world))
+    assert [one.spent.steps for one in ranks.strategies] == [1] * world
+
+
+def test_a_rank_that_is_not_chosen_shows_nothing_of_what_it_holds():
+    """Privacy by sampling would be gone if a step were skipped because of a worker that takes no part."""
+    ranks = gl.Simulation(gl.Private(gl.Mean(), 1e3, noise=0.0, sampling=1e-9), world=3, bucket_bytes=8)
+    bad = [{"a": torch.full((2,), math.nan), "b": torch.ones(2)} for _ in range(3)]
+    for answer in ranks.step(bad):
+        assert all(torch.equal(value, torch.zeros(2)) for value in answer.values())
+    assert ranks.figures["private_nonfinite"] == 3
+    assert ranks.strategies[0].spent.steps == 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -103,9 +123,7 @@ def test_a_rank_that_joined_adds_its_noise():
     layout = (gl.Slot("w", torch.Size([NUMEL])),)
     bucket = gl.Bucket(torch.zeros(NUMEL), layout, 0, 1, 2, joined=True)
     running = Running(gl.Private(gl.Mean(), 1.0, 1.0), bucket, lambda bucket, note: None)
-    running.resume()
-    request = running.resume(step_total([running]))
-    assert request.payloads[0][0].var().item() == pytest.approx(0.5, rel=0.05)
+    assert gives(running).var().item() == pytest.approx(0.5, rel=0.05)
 
 
 def test_noise_of_double_gradients_and_of_narrow_ones():
@@ -166,10 +184,25 @@ def test_a_step_that_fails_is_counted_because_something_was_sent():
     assert private.spent.steps == 2
 
 
+def test_ranks_that_came_differently_far_in_a_failed_step_count_it_alike():
+    early, late = (gl.Private(gl.Mean(), 1.0, 1.0).spent for _ in range(2))
+    for spent in (early, late):
+        spent.steps += 1
+        spent.keep()
+    late.steps += 1  # the other failed before it had sent anything
+    early.undo()
+    late.undo()
+    assert early.steps == late.steps == 2
+    late.steps += 1
+    late.skip()  # sent, and skipped by all
+    late.skip()  # skipped by all before anything was sent
+    assert late.steps == 3
+
+
 def test_a_dry_run_spends_nothing():
     private = gl.Private(gl.PowerSGD(1), 1.0, 1.0)
     trace = gl.dry_run(private, {"w": (100, 100)}, world=4, bucket_bytes=64)
-    assert trace.collectives == 2
+    assert trace.collectives == 3  # P, Q, and before them whether all are finite
     assert private.spent.steps == 0
 
 

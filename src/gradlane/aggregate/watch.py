@@ -42,15 +42,28 @@ class Watch(Shared):
         check_count(self, "patience", least=1)
         if not is_number(self.factor) or not 1 < self.factor < math.inf:
             raise InvalidValue(f"factor={self.factor!r} would name honest ranks; use more than 1, 3 say")
+        self.undoable = False
         self._forget()
 
     def _forget(self) -> None:
         self._pending: tuple[int, Tensor] | None = None  # a step, and what was seen of it
         self._runs: dict[int, list[int]] = {}  # by rank: since which step, for how many, whether it was named
         self._broken: set[int] = set()  # ranks that were not finite when last heard of
+        self._before: dict[str, Any] | None = None  # as it was before the step under way
+
+    def keep(self) -> None:
+        self._before = None
+
+    def undo(self) -> None:
+        """What was said is said; but all ranks have seen the same again."""
+        vars(self).update(self._before or {})
+        self._before = None
 
     def add(self, step: int, seen: Tensor, broken: Iterable[int], me: int) -> None:
         """One more part of a step's figures, as ``judged`` reads them, and who is left out by them."""
+        if self.undoable and self._before is None:
+            runs = {rank: list(run) for rank, run in self._runs.items()}
+            self._before = {"_pending": self._pending, "_runs": runs, "_broken": set(self._broken)}
         if self._pending is not None and self._pending[0] == step:
             self._pending = (step, self._pending[1] + seen)
         else:

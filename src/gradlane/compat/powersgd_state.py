@@ -1,21 +1,24 @@
 """torch's ``PowerSGDState``: options that become a strategy, and what the strategy remembers."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.bucket import Bucket
 from ..core.memory import Memory
 from ..core.numbers import is_whole
-from ..core.strategy import Strategy
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongState
 from ..lane.ddp_feed import DdpFeed
 from ..log import log
 from ..strategies.cast import Cast
 from ..strategies.feedback import ErrorFeedback
 from ..strategies.lowrank.cut import View
+from ..strategies.lowrank.factors import FactorMemory
 from ..strategies.lowrank.powersgd import PowerSGD
 from ..strategies.mean import Mean
 from ..strategies.schedule import After
@@ -43,6 +46,16 @@ WITHOUT_EFFECT = (
     "batch_tensors_with_same_shape",
 )
 """On the gradients: a checkpoint may be read with others."""
+
+
+@dataclass
+class _Beside(Strategy):
+    """A sparse gradient as it is; ``others`` of the step go another way, and remember something."""
+
+    others: Strategy
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        return await Mean().reduce(bucket)
 
 
 class PowerSGDState:
@@ -91,7 +104,7 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self._form: tuple[View, tuple[torch.dtype, ...]] | None = None
         self._errors = Memory(torch.float32)
-        self._factors = Memory()
+        self._factors = FactorMemory()  # shared: undone where a step fails
         self._names = ParameterNames()
         self._loaded_names_of_model: bool | None = None
         self._stats = CompressionStats(start_powerSGD_iter, self.compression_stats_logging_frequency)
@@ -223,7 +236,7 @@ class PowerSGDState:
             self._feed = feed
         gradient = bucket.buffer()
         self._stats.gradient(feed.step, gradient.numel() * (2 if gradient.is_complex() else 1))
-        return feed.reduce(bucket, Mean() if gradient.is_sparse else self._strategy)
+        return feed.reduce(bucket, _Beside(self._strategy) if gradient.is_sparse else self._strategy)
 
     def _translated(self, view: View, wires: tuple[torch.dtype, ...]) -> Strategy:
         first: Strategy = Mean()

@@ -22,7 +22,8 @@ class Stateful(Protocol):
 
 class Undoable(Protocol):
     """A state that can go back to before the step under way, once ``undoable`` is set. Large states keep two
-    buffers; a ``Memory`` does."""
+    buffers; a ``Memory`` does. ``undo`` is called when a step failed, however far this rank has come in it;
+    and when all ranks came to its end and skipped it, unless there is a ``skip`` to call instead."""
 
     undoable: bool
     shared: bool

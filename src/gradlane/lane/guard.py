@@ -66,7 +66,8 @@ class Guard:
         self.open = False
         bad = self._check.agreed != FINE and not failed
         for state in self._states:
-            state.undo() if failed or bad else state.keep()
+            end = state.undo if failed else getattr(state, "skip", state.undo) if bad else state.keep
+            end()
         if not bad:
             self._in_a_row = self._in_a_row if failed else 0
             return None

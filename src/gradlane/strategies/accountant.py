@@ -63,12 +63,27 @@ def renyi(noise: float, sampling: float, order: float) -> float:
 
 
 class Spent(Shared):
-    """The ledger of one mechanism: how often it ran. Numbers only in a checkpoint."""
+    """The ledger of one mechanism: how often it ran. Numbers only in a checkpoint.
+
+    What was sent cannot be taken back. So a step that all ranks skip together stays as they have counted it;
+    and one that failed counts on all of them, however far each has come: they must not differ.
+    """
+
+    undoable = False
 
     def __init__(self, noise: float, sampling: float) -> None:
         self.noise = noise
         self.sampling = sampling
         self.steps = 0
+        self._before = 0  # the step under way
+
+    def keep(self) -> None:
+        self._before = self.steps
+
+    skip = keep
+
+    def undo(self) -> None:
+        self._before = self.steps = self._before + 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"noise": self.noise, "sampling": self.sampling, "steps": self.steps}
@@ -88,7 +103,7 @@ class Spent(Shared):
         steps = state["steps"]
         if not is_whole(steps) or steps < 0:
             raise InvalidValue(f"the ledger counts {steps!r} steps; it must be a whole number from 0 up")
-        self.steps = steps
+        self.steps = self._before = steps
 
     def __repr__(self) -> str:
         return f"Spent({self.steps} steps)"

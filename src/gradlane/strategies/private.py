@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket
-from ..core.collectives import note, step_sum
+from ..core.collectives import all_reduce, note, step_sum
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
@@ -42,9 +42,10 @@ class Private(Strategy):
     as zeros otherwise), and the mean is divided by it. The accountant credits that.
 
     Inside may be what depends on nothing but the sum of what the ranks give in this step: ``Mean``, ``Cast``
-    to bfloat16, ``PowerSGD``, ``Summed``. Gradients that are not finite count as zeros
-    (``private_nonfinite`` in the metrics); ``private_clipped`` counts the steps in which this rank was
-    clipped. ``noise=0`` only clips.
+    to bfloat16, ``PowerSGD``, ``Summed``. If the gradient of a rank that takes part is not finite, nothing is
+    sent and nothing spent: the answer is NaN, so that the step is skipped and a GradScaler lowers its scale.
+    That it was skipped is one bit that no noise covers. ``private_nonfinite`` in the metrics counts such
+    gradients of this rank, ``private_clipped`` the steps in which it was clipped. ``noise=0`` only clips.
 
     Sources: McMahan et al. (2018) for the mechanism, Mironov (2017; et al., 2019) for the accountant.
     """
@@ -71,7 +72,8 @@ class Private(Strategy):
     def epsilon(self, delta: float, steps: int | None = None) -> float:
         """(epsilon, delta)-differential privacy *per worker*, never per example, of the steps so far.
 
-        ``steps`` asks for a number of steps instead, to plan a run. Failed steps count: something was sent.
+        ``steps`` asks for a number of steps instead, to plan a run. A step that failed counts, because
+        something was sent; one that was skipped before anything was sent does not.
         """
         assert self.spent is not None
         return epsilon_of(self.noise, self.sampling, self.spent.steps if steps is None else steps, delta)
@@ -84,8 +86,11 @@ class Private(Strategy):
         wide = flat
         if (dtype := torch.promote_types(flat.dtype, torch.float32)) != flat.dtype:
             wide = bucket.empty("private", flat.numel(), dtype).copy_(flat)
+        part = await self._part(square)
+        if part.refused:
+            return Reduced(flat.fill_(math.nan))
         if flat.device.type != "meta":
-            await self._give(wide, square)
+            part.scale_down(wide)
             if self.noise:
                 add_noise(wide, self.noise * self.clip / math.sqrt(bucket.world), room)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
@@ -94,17 +99,20 @@ class Private(Strategy):
             mean = mean.div_(self.sampling).detach()  # no more the answer that was sound: it may be infinite
         return Reduced(mean if wide is flat else flat.copy_(mean))
 
-    async def _give(self, flat: Tensor, square: Tensor) -> None:
-        """Make of the gradient what this rank gives to the sum, but for its noise."""
+    async def _part(self, square: Tensor) -> _Part:
+        """How this rank takes part in the step, which all ranks agree to take before anything is sent."""
         assert self.spent is not None
-        if self._now is None or self._now.square is not square:  # all buckets of a step get the same tensor
-            self._now = _Part(square, self.clip, self.sampling)
-            self.spent.steps += 1  # before anything is sent
-            await note(private_clipped=self._now.clipped, private_nonfinite=self._now.nonfinite)
-        if self._now.scale == 0:  # not 0 * nan
-            flat.zero_()
-        elif self._now.scale < 1:
-            flat.mul_(self._now.scale)
+        if self._now is not None and self._now.square is square:  # all buckets of a step get the same tensor
+            return self._now
+        part = _Part(square, self.clip, self.sampling)
+        bad = torch.tensor([part.bad], dtype=torch.int32, device=square.device)
+        bad = await all_reduce(bad, op="max", exact=True)
+        if square.device.type != "meta":
+            part.refused = bool(bad.item())
+            self.spent.steps += not part.refused  # before anything is sent
+            await note(private_clipped=part.clipped, private_nonfinite=part.nonfinite)
+        self._now = part
+        return part
 
 
 class _Part:
@@ -112,11 +120,20 @@ class _Part:
 
     def __init__(self, square: Tensor, clip: float, sampling: float) -> None:
         self.square = square
-        norm = math.sqrt(square.item())
+        norm = 0.0 if square.is_meta else math.sqrt(square.item())
         self.nonfinite = not math.isfinite(norm)
         self.clipped = not self.nonfinite and norm > clip * WITHIN
         chosen = SystemRandom().random() < sampling
-        self.scale = 0.0 if self.nonfinite or not chosen else clip * WITHIN / norm if self.clipped else 1.0
+        self.bad = self.nonfinite and chosen  # what a rank holds that takes no part must not show
+        self.refused = False
+        self._scale = 0.0 if not chosen else clip * WITHIN / norm if self.clipped else 1.0
+
+    def scale_down(self, flat: Tensor) -> None:
+        """Make of the gradient what this rank gives to the sum, but for its noise."""
+        if self._scale == 0:  # not 0 * nan
+            flat.zero_()
+        elif self._scale < 1:
+            flat.mul_(self._scale)
 
 
 def squared_norm(flat: Tensor, room: Tensor) -> Tensor:
