@@ -121,7 +121,7 @@ class AtWork(ABC):
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped; its gradients are not finite, and torch's optimizers get none.
-        For optimizers that are not torch's."""
+        For optimizers that are not torch's, and for weights that you copy by hand."""
         return self._feed.guard.skipped
 
     @property
