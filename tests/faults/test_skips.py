@@ -1,5 +1,6 @@
 """What else a training loop may do round a skipped step: accumulate, join, step in backward, keep copies."""
 
+import itertools
 import logging
 import math
 import warnings
@@ -44,9 +45,9 @@ def test_a_bad_micro_batch_is_one_skip_in_a_row(world, to_none, view):
         assert skipped == PARTS - 2
 
 
-def diverged(rank, to_none, scaled):
+def diverged(rank, to_none, scaled, view):
     """In which of twenty bad steps it raised; with a scaler no optimizer is asked to step in a bad one."""
-    ddp = DistributedDataParallel(build(), **SMALL)
+    ddp = DistributedDataParallel(build(), gradient_as_bucket_view=view, **SMALL)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
     injected = Injected(ddp.module, rank, [(step, 1, 0, math.nan) for step in range(20)])
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
@@ -63,10 +64,44 @@ def diverged(rank, to_none, scaled):
     return None
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_the_eleventh_bad_step_raises_however_gradients_are_cleared(to_none, scaled):
-    assert run_ranks(diverged, 2, to_none, scaled) == [10, 10]
+def all_ways(rank):
+    ways = itertools.product((True, False), repeat=3)
+    return {way: diverged(rank, *way) for way in ways}
+
+
+def test_the_eleventh_bad_step_raises_however_gradients_are_cleared():
+    for found in run_ranks(all_ways, 2, deadline=120):
+        assert set(found.values()) == {10}, found
+
+
+def by_hand(rank, closure):
+    """The same without DDP: three windows of micro-batches, the second of them bad."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    injected = Injected(model, rank, [(PARTS + 2, 1, 0, math.nan)])
+    changed = []
+
+    def window():
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            (model(data(rank, part)) / PARTS).backward()
+            reducer = gl.reduce_gradients(model, "Mean()", timeout=30)
+            injected.step += 1
+        return reducer
+
+    for _ in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        reducer = optimizer.step(window) if closure else window()
+        if not closure:
+            optimizer.step()
+        changed.append(not all(map(torch.equal, before, model.parameters())))
+    reducer.close()
+    return changed, reducer.metrics()["comm/skipped"], replicas_equal(model.parameters())
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_bad_micro_batch_without_ddp(closure):
+    assert run_ranks(by_hand, 3, closure) == [([True, False, True], PARTS - 2, True)] * 3
 
 
 def local_after_an_overflow(rank):

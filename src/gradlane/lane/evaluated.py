@@ -14,30 +14,30 @@ from ..errors import NonFinite
 class Evaluated:
     """One ``optimizer.step(closure)`` under way.
 
-    ``withheld`` is asked after each evaluation: whether it was skipped, and its gradients taken away. Most
-    optimizers evaluate once, before they change anything, and find no gradients then. LBFGS goes on from
-    evaluation to evaluation and moves the weights in between, so that the whole of its step is undone. Of an
-    optimizer of one's own nobody knows how: if it has moved the weights already this raises.
+    Most optimizers evaluate once, before they change anything, and find no gradients if that was skipped.
+    LBFGS goes on from evaluation to evaluation and moves the weights in between, so the whole of its step is
+    undone. Of an optimizer of one's own nobody knows how: if it has moved the weights already this raises.
     """
 
-    def __init__(self, optimizer: Any, withheld: Callable[[], bool]) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._name = type(optimizer).__name__
-        self._withheld = withheld
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._versions = [parameter._version for parameter in self._parameters]
         self._before = _Before(optimizer) if isinstance(optimizer, torch.optim.LBFGS) else None
         self._skipped = False
 
-    def watched(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self, closure: Callable[..., tuple[Any, bool]]) -> Callable[..., Any]:
+        """The closure for the optimizer; the given one also says whether it met a skipped step."""
+
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             moved = self._versions != [parameter._version for parameter in self._parameters]
             try:
-                loss = closure(*args, **kwargs)
+                loss, skipped = closure(*args, **kwargs)
             except BaseException:
                 self._skipped = True
                 self.ended()  # torch does not call us after a step that raises
                 raise
-            if self._withheld():
+            if skipped:
                 self._skipped = True
                 if moved and self._before is None:
                     raise NonFinite(

@@ -37,6 +37,8 @@ class Withheld:
         self._leftover = Leftover(parameters)
         self._synced = synced
         self._warned = False
+        self._skips = 0
+        self._skipped: int | None = None  # which skip the last step was, if it was one
         self._evaluated: weakref.WeakKeyDictionary[Any, Evaluated] = weakref.WeakKeyDictionary()
         me = weakref.ref(self)  # torch keeps the hooks; they must not keep us
 
@@ -59,10 +61,13 @@ class Withheld:
 
     def begin(self) -> bool:
         """Be off: a step begins. Whether its gradients were added to those of the last skipped one."""
+        self._skipped = None
         return self._leftover.end()
 
     def withhold(self, names: list[str]) -> None:
         """Be on: the step was skipped, because of the gradients of ``names``."""
+        self._skips += 1
+        self._skipped = self._skips
         self._leftover.begin(names)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Called | None:
@@ -73,15 +78,22 @@ class Withheld:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure) or not self.has(optimizer):
             return None
-        skipped = partial(self._after_closure, weakref.ref(optimizer))
-        self._evaluated[optimizer] = evaluated = Evaluated(optimizer, skipped)
-        closure = evaluated.watched(closure)
+        self._evaluated[optimizer] = evaluated = Evaluated(optimizer)
+        closure = evaluated.watched(partial(self._evaluate, weakref.ref(optimizer), closure))
         if len(args) > 1:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _after_closure(self, optimizer: weakref.ref[Any]) -> bool:
-        return self.on and self._take_away(optimizer())
+    def _evaluate(
+        self, optimizer: weakref.ref[Any], closure: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, bool]:
+        """What the closure returns, and whether its backward was skipped."""
+        before = self._skipped
+        loss = closure(*args, **kwargs)
+        skipped = self._skipped not in (None, before)
+        if skipped:
+            self._take_away(optimizer())
+        return loss, skipped
 
     def has(self, optimizer: Any) -> bool:
         return any(parameter in self._leftover for parameter in _parameters(optimizer))
