@@ -97,10 +97,18 @@ def test_what_a_strategy_makes_in_place_is_looked_at(world):
             assert outcome == ([False, False, True, False], True, True), name
 
 
+UNNAMED = """
+class Unnamed(gl.Mean): ...
+def unnamed(rows): return rows.mean(0)
+"""
+
+
 def test_only_strategies_of_the_library_are_taken_at_their_word():
     ours = [gl.Mean(), gl.ErrorFeedback(gl.Sharded(gl.Int8())), gl.Cast(gl.PowerSGD(2), torch.bfloat16)]
     ours += [gl.Route({"a": gl.DGC(0.1)}), gl.After(2, gl.Summed(gl.RandomK(0.1))), gl.WeightedMean(2.0)]
     assert all(map(is_our_own, ours))
     others = [MajorityVote(), largest, gl.Cast(MajorityVote(), torch.float16), gl.Gathered(gl.Int8(), median)]
     others += [gl.Route({"a": gl.Mean(), "b": UnitNorm()}), gl.ErrorFeedback(gl.Sharded(OwnCodec()))]
+    exec(UNNAMED, made := {"gl": gl})  # as a notebook or a test of documentation may do
+    others += [made["Unnamed"](), gl.Gathered(gl.Int8(), made["unnamed"])]
     assert not any(map(is_our_own, others))
