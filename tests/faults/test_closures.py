@@ -236,3 +236,42 @@ def moves(rank):
 
 def test_a_step_that_cannot_be_withheld_raises_on_all_ranks():
     assert run_ranks(moves, 2) == [True, True]
+
+
+def raising(rank, make):
+    """With ``nonfinite="raise"``: the error comes out of the optimizer's step, and weights are as before."""
+    ddp = DistributedDataParallel(build(), **SMALL)
+    parameters = [p for p in ddp.parameters() if p.requires_grad]
+    optimizer = make(parameters)
+    injected = Injected(ddp.module, rank, [(2, 1, 3, math.nan)])
+    with gl.attach(ddp, "Mean()", timeout=30, nonfinite="raise") as attachment:
+
+        def closure():
+            injected.step = attachment.step
+            optimizer.zero_grad()
+            loss = ddp(data(rank, 0))
+            loss.backward()
+            return loss.detach()
+
+        before = state_of(optimizer), [p.detach().clone() for p in parameters]
+        while attachment.step < 3:
+            try:
+                optimizer.step(closure)
+            except gl.NonFinite:
+                same = equal(state_of(optimizer), before[0]) and all(map(torch.equal, before[1], parameters))
+                optimizer.step()  # without backward: there are no gradients
+                return same and all(map(torch.equal, before[1], parameters))
+            before = state_of(optimizer), [p.detach().clone() for p in parameters]
+    return None
+
+
+class Once(torch.optim.LBFGS):
+    """Also without a closure, so that the test can ask it to."""
+
+    def step(self, closure=lambda: torch.tensor(0.0)):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [ONCE["adam"], lambda p: Once(p, lr=0.1, max_iter=4)], ids=["adam", "lbfgs"])
+def test_an_error_out_of_a_closure_leaves_the_weights(make):
+    assert run_ranks(raising, 2, make) == [True, True]
