@@ -31,6 +31,7 @@ from .report.ledger import Ledger
 from .report.sink import Run
 from .settings import Settings
 from .strategies.given import as_strategy, warn_of_unmatched
+from .strategies.ledgers import follow, nothing_unspent
 from .strategies.text import describe
 
 FORMAT = 2  # of state_dict
@@ -146,6 +147,7 @@ class AtWork(ABC):
         self._swaps += 1
         refuse_differences(all_told, tuple(told), "swap")
         warn_of_unmatched(strategy, self._parameter_names())
+        follow(self.strategy, strategy)
         self.strategy = strategy
 
     def metrics(self) -> dict[str, float]:
@@ -172,7 +174,8 @@ class AtWork(ABC):
         kept, and the log says what was left out.
         """
         self._must_be_open()
-        loaded = load(self._board, Path(path), self._subject(), strict)
+        with nothing_unspent(self.strategy):
+            loaded = load(self._board, Path(path), self._subject(), strict)
         self._feed.go_to(loaded.step, loaded.layout)
 
     def _subject(self) -> Subject:
@@ -222,7 +225,8 @@ class AtWork(ABC):
             raise InvalidValue(f"{in_short(wrong)}; pass what state_dict() gave for the same model")
         before = self.strategy.state_dict()
         try:
-            self.strategy.load_state_dict(state)
+            with nothing_unspent(self.strategy):
+                self.strategy.load_state_dict(state)
         except Exception:
             self.strategy.load_state_dict(before)
             raise

@@ -187,3 +187,39 @@ def resumed_ledger(rank):
 
 def test_the_ledger_survives_a_resume():
     assert run_ranks(resumed_ledger, 2) == [(True, True, True)] * 2
+
+
+def spends(rank, folder):
+    """A checkpoint of step 2 is loaded after step 5; then other mechanisms, and the first one again."""
+    model = DistributedDataParallel(Still())
+    first = gl.Private(gl.Mean(), 1.0, 1.0)
+
+    def steps(count):
+        for _ in range(count):
+            model().backward()
+        return attachment.strategy.spent.runs()
+
+    with gl.attach(model, first, timeout=20) as attachment:
+        steps(2)
+        attachment.save(folder)
+        found = [steps(3)]
+        attachment.load(folder)
+        assert attachment.step == 2
+        found.append(steps(1))
+        state = attachment.state_dict()
+        steps(1)
+        attachment.load_state_dict(state)
+        found.append(steps(1))
+        attachment.swap("Private(Mean(), clip=1.0, noise=1.0)")
+        found.append(steps(1))
+        attachment.swap("Private(Mean(), clip=1.0, noise=2.0)")
+        found.append(steps(1))
+        attachment.swap(first)
+        found.append(steps(1))
+    return [(runs[1.0, 1.0], runs.get((2.0, 1.0), 0)) for runs in found]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_spent_stays_spent_whatever_is_loaded_or_swapped(world, tmp_path):
+    for found in run_ranks(spends, world, tmp_path):
+        assert found == [(5, 0), (6, 0), (8, 0), (9, 0), (9, 1), (10, 1)]

@@ -3,9 +3,11 @@
 import math
 
 import pytest
+import torch
 
 import gradlane as gl
-from gradlane.strategies.accountant import Spent, epsilon_of, renyi
+from gradlane.strategies.accountant import Spent, epsilon_of, epsilon_of_all, renyi
+from gradlane.strategies.ledgers import begin_anew, follow
 
 OPACUS = {
     (1.0, 1.0, 1, 1e-5): 4.728507067217623,
@@ -87,3 +89,62 @@ def test_a_ledger_of_another_mechanism_is_refused(state, message):
     with pytest.raises(gl.InvalidValue, match=message):
         spent.load_state_dict(state)
     assert spent.steps == 7
+
+
+def private(noise=1.0, *, steps=0):
+    found = gl.Private(gl.Mean(), clip=1.0, noise=noise)
+    found.spent.steps = steps
+    return found
+
+
+def test_a_strategy_that_begins_anew_has_spent_what_it_has_spent():
+    mean = gl.Cast(private(), torch.bfloat16)
+    fresh = mean.state_dict()
+    mean.inner.spent.steps = 50
+    begin_anew(mean, fresh)
+    assert mean.inner.spent.steps == 50
+    assert mean.inner.epsilon(1e-5) == epsilon_of(1.0, 1.0, 50, 1e-5)
+
+
+def test_ledgers_that_follow_each_other_count_each_step_once():
+    first, second, third = private(1.0, steps=10), private(2.0, steps=5), private(1.0, steps=3)
+    for old, new in ((first, second), (second, first), (first, third), (third, first), (first, first)):
+        follow(old, new)
+    for last in (first, second, third):
+        assert last.spent.runs() == {(1.0, 1.0): 13, (2.0, 1.0): 5}
+        assert last.epsilon(1e-5) == epsilon_of_all({(1.0, 1.0): 13, (2.0, 1.0): 5}, 1e-5)
+    first.spent.steps += 1
+    assert second.spent.runs()[1.0, 1.0] == 14
+    again = private(2.0)
+    again.load_state_dict(second.state_dict())
+    assert again.spent.runs() == second.spent.runs()
+    again.spent.steps += 1
+    assert again.spent.runs() == {(1.0, 1.0): 14, (2.0, 1.0): 6}
+    assert second.spent.runs() == {(1.0, 1.0): 14, (2.0, 1.0): 5}
+
+
+def test_several_mechanisms_cost_what_one_of_all_their_steps_would():
+    for split in (0, 40, 99):
+        assert epsilon_of_all({(1.0, 1.0): 100, (3.0, 1.0): 0}, 1e-5) == epsilon_of(1.0, 1.0, 100, 1e-5)
+        # Gaussians without sampling add up as 1 / noise^2
+        mixed = epsilon_of_all({(1.0, 1.0): split, (0.5, 1.0): 100 - split}, 1e-5)
+        assert mixed == pytest.approx(epsilon_of(1.0, 1.0, split + 4 * (100 - split), 1e-5), rel=1e-9)
+    assert epsilon_of_all({(1.0, 1.0): 100, (0.0, 1.0): 1}, 1e-5) == math.inf
+    assert epsilon_of_all({(0.0, 1.0): 0}, 1e-5) == 0.0
+
+
+def test_a_swap_to_what_is_not_private_is_told(caplog):
+    follow(private(), gl.Mean())
+    assert not caplog.records
+    follow(private(steps=1), gl.Mean())
+    assert "not private" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "earlier", [{"1.0": 3}, {"a b": 3}, {"1.0 2.0": 3}, {"-1.0 1.0": 3}, {"nan 1.0": 3}, {"1.0 1.0": -3}, 7]
+)
+def test_what_cannot_have_been_spent_earlier_is_refused(earlier):
+    ledger = private(steps=7)
+    with pytest.raises(gl.InvalidValue, match="the ledger"):
+        ledger.load_state_dict({"spent": {"noise": 1.0, "sampling": 1.0, "steps": 3, "earlier": earlier}})
+    assert ledger.spent.runs() == {(1.0, 1.0): 7}

@@ -18,6 +18,7 @@ from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
+from ..strategies.ledgers import begin_anew, follow
 from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
 from .resume import go_on
 
@@ -51,7 +52,7 @@ class GradientComm(Callback):
     ) -> None:
         if log_every is not None and log_every < 1:
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
-        self.strategy = as_strategy(strategy)
+        self.strategy = self._given = as_strategy(strategy)
         self.attachment: Attachment | None = None
         settings_of(**options)  # what is wrong with them is told now, not when training starts
         self._options = options
@@ -88,7 +89,9 @@ class GradientComm(Callback):
         if before is not None and goes_on:
             self.strategy = before.strategy  # it may have been swapped
         else:
-            self.strategy.load_state_dict(self._fresh)
+            follow(self.strategy, self._given)
+            self.strategy = self._given
+            begin_anew(self.strategy, self._fresh)
         self.attachment = attachment = attach(ddp, self.strategy, scaler=trainer.scaler, **self._options)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:

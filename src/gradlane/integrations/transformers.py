@@ -18,6 +18,7 @@ from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
+from ..strategies.ledgers import begin_anew
 from .resume import go_on
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class GradientComm(TrainerCallback):
                 f"gradlane works on DDP models, and the Trainer made a {type(ddp).__name__}; use it without "
                 "FSDP, DeepSpeed and tensor parallelism"
             )
-        self._strategy.load_state_dict(self._fresh)  # a second train() counts from 0 too
+        begin_anew(self._strategy, self._fresh)  # a second train() counts from 0 too
         self.attachment = attach(
             ddp, self._strategy, scaler=self._trainer.accelerator.scaler, **self._options
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,9 @@ ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 80, 128,
 UP, ONE_STEP = 1 + 1e-6, 1e-13  # more than the arithmetic is wrong by: a bound is rounded up, never down
 SHARPEST = 0.1  # below this noise sampling is not credited: epsilon is in the thousands anyway
 
+Mechanism = tuple[float, float]
+"""Noise and sampling."""
+
 
 def epsilon_of(noise: float, sampling: float, steps: int, delta: float) -> float:
     """The epsilon of ``steps`` steps for this delta, by Renyi differential privacy.
@@ -24,16 +27,22 @@ def epsilon_of(noise: float, sampling: float, steps: int, delta: float) -> float
     RDP adds up over steps; for each order it converts to (epsilon, delta) as in Canonne, Kamath and Steinke
     (2020, proposition 12), and the smallest is the answer.
     """
-    if not is_number(delta) or not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta!r}; use a number above 0 and below 1, such as 1e-5")
     if not is_whole(steps) or steps < 0:
         raise InvalidValue(f"steps={steps!r}; use a whole number of steps from 0 up")
-    if steps == 0:
+    return epsilon_of_all({(noise, sampling): steps}, delta)
+
+
+def epsilon_of_all(runs: Mapping[Mechanism, int], delta: float) -> float:
+    """The same of several mechanisms, one after the other on the same data: RDP adds up over them too."""
+    if not is_number(delta) or not 0 < delta < 1:
+        raise InvalidValue(f"delta={delta!r}; use a number above 0 and below 1, such as 1e-5")
+    runs = {mechanism: steps for mechanism, steps in runs.items() if steps}
+    if not runs:
         return 0.0
-    if noise == 0:
+    if any(noise == 0 for noise, _ in runs):
         return math.inf
     found: list[float] = [
-        steps * renyi(noise, sampling, order)
+        sum(steps * renyi(noise, sampling, order) for (noise, sampling), steps in runs.items())
         + math.log1p(-1 / order)
         - (math.log(delta) + math.log(order)) / (order - 1)
         for order in ORDERS
@@ -63,7 +72,8 @@ def renyi(noise: float, sampling: float, order: float) -> float:
 
 
 class Spent(Shared):
-    """The ledger of one mechanism: how often it ran. Numbers only in a checkpoint.
+    """The ledger of one mechanism: how often it ran, and what was spent before it. Numbers only in a
+    checkpoint. What is spent stays spent: see ledgers.py for what happens where a strategy begins anew.
 
     What was sent cannot be taken back. So a step that all ranks skip together stays as they have counted it;
     and one that failed counts on all of them, however far each has come: they must not differ.
@@ -76,6 +86,8 @@ class Spent(Shared):
         self.sampling = sampling
         self.steps = 0
         self._before = 0  # the step under way
+        self._earlier: dict[Mechanism, int] = {}  # by other strategies, as a checkpoint told it
+        self._followed: list[Spent] = []  # the ledgers of those whose work this one goes on with
 
     def keep(self) -> None:
         self._before = self.steps
@@ -83,13 +95,51 @@ class Spent(Shared):
     skip = keep
 
     def undo(self) -> None:
-        self._before = self.steps = self._before + 1
+        self._before = self.steps = max(self.steps, self._before + 1)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return self.noise, self.sampling
+
+    def runs(self) -> dict[Mechanism, int]:
+        """All steps by their mechanism; those of earlier strategies too."""
+        found = {self.mechanism: 0}
+        for ledger in self._all():
+            for mechanism, steps in ((ledger.mechanism, ledger.steps), *ledger._earlier.items()):
+                found[mechanism] = found.get(mechanism, 0) + steps
+        return found
+
+    def follow(self, other: Spent) -> None:
+        """From now on what ``other`` has spent counts here too, once."""
+        if other is not self and not any(ledger is other for ledger in self._followed):
+            self._followed.append(other)
+
+    def at_least(self, runs: Mapping[Mechanism, int]) -> None:
+        """Count what is missing of these."""
+        counted = self.runs()
+        for mechanism, steps in runs.items():
+            missing = max(0, steps - counted.get(mechanism, 0))
+            if mechanism == self.mechanism:
+                self._before = self.steps = self.steps + missing
+            elif missing:
+                self._earlier[mechanism] = self._earlier.get(mechanism, 0) + missing
+
+    def _all(self) -> list[Spent]:
+        """Each once, although two strategies may have followed each other in turn."""
+        found: list[Spent] = [self]
+        for ledger in found:  # grows meanwhile
+            found += [other for other in ledger._followed if not any(other is known for known in found)]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {"noise": self.noise, "sampling": self.sampling, "steps": self.steps}
+        mine = {"noise": self.noise, "sampling": self.sampling, "steps": self.steps}
+        earlier = self.runs()
+        earlier[self.mechanism] -= self.steps
+        told = {f"{noise!r} {sampling!r}": steps for (noise, sampling), steps in earlier.items() if steps}
+        return {**mine, "earlier": told} if told else mine
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"noise", "sampling", "steps"}:
+        if set(state) - {"earlier"} != {"noise", "sampling", "steps"}:
             raise InvalidValue(
                 f"a privacy ledger holds noise, sampling and steps, this one {', '.join(state) or 'nothing'}"
                 "; load the state that a Private has saved"
@@ -100,10 +150,9 @@ class Spent(Shared):
                     f"the ledger was kept with {name}={state[name]!r}, this Private has "
                     f"{name}={getattr(self, name)!r}; its steps cannot be added to these"
                 )
-        steps = state["steps"]
-        if not is_whole(steps) or steps < 0:
-            raise InvalidValue(f"the ledger counts {steps!r} steps; it must be a whole number from 0 up")
+        steps, earlier = _counted(state["steps"]), dict(_read(state.get("earlier", {})))
         self.steps = self._before = steps
+        self._earlier, self._followed = earlier, []
 
     def __repr__(self) -> str:
         return f"Spent({self.steps} steps)"
@@ -112,3 +161,24 @@ class Spent(Shared):
         return isinstance(other, Spent)  # state is no option
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _counted(steps: object) -> int:
+    if not is_whole(steps) or steps < 0:
+        raise InvalidValue(f"the ledger counts {steps!r} steps; it must be a whole number from 0 up")
+    return steps
+
+
+def _read(earlier: object) -> Iterator[tuple[Mechanism, int]]:
+    if not isinstance(earlier, Mapping):
+        raise InvalidValue(
+            f"the ledger has {earlier!r} as what was spent earlier; load what a Private has saved"
+        )
+    for text, steps in earlier.items():
+        try:
+            noise, sampling = map(float, text.split(" "))
+        except ValueError:
+            raise InvalidValue(f"the ledger has steps of {text!r}; it must be two numbers") from None
+        if not (0 <= noise < math.inf and 0 < sampling <= 1):
+            raise InvalidValue(f"the ledger has steps with noise {noise!r} and sampling {sampling!r}")
+        yield (noise, sampling), _counted(steps)

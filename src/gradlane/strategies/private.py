@@ -17,7 +17,7 @@ from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy, parts
 from ..errors import InvalidValue, WrongType
 from ..log import log
-from .accountant import Spent, epsilon_of
+from .accountant import Spent, epsilon_of, epsilon_of_all
 
 PIECE = 65_536  # elements at a time: the doubles they become stay in the cache
 WITHIN = 1 - 1e-6  # of ``clip``: rounding may not carry a norm above it
@@ -73,10 +73,13 @@ class Private(Strategy):
         """(epsilon, delta)-differential privacy *per worker*, never per example, of the steps so far.
 
         ``steps`` asks for a number of steps instead, to plan a run. A step that failed counts, because
-        something was sent; one that was skipped before anything was sent does not.
+        something was sent; one that was skipped before anything was sent does not. Steps of an earlier training
+        with this strategy count, and those of another ``Private`` that ``swap`` has put this one in place of.
         """
         assert self.spent is not None
-        return epsilon_of(self.noise, self.sampling, self.spent.steps if steps is None else steps, delta)
+        if steps is None:
+            return epsilon_of_all(self.spent.runs(), delta)
+        return epsilon_of(self.noise, self.sampling, steps, delta)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
