@@ -49,6 +49,36 @@ def test_every_end_is_a_clean_one(ending, repeat, tmp_path):
         assert re.search(r"[\d,]+ bytes sent by each rank, ratio 2.00", done.stdout)
 
 
+LAST_WORDS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import gradlane as gl
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+attachment = gl.attach(model, "ErrorFeedback(Sharded(Int4()))")
+sys.setswitchinterval(60)  # who waits for the GIL gets it where it is let go, and nowhere else
+model(torch.randn(8, 64)).sum().backward()
+{close}
+last = torch.ones(4)
+dist.all_reduce(last)  # as a Trainer does that gathers the loss: torch's worker has still to let go of it
+until = time.monotonic() + {late} * (dist.get_rank() == 0)
+while time.monotonic() < until:  # busy: to sleep would be to let go of the GIL
+    pass
+"""
+
+
+@pytest.mark.parametrize("close", ["attachment.close()", ""], ids=["closed", "not closed"])
+@pytest.mark.parametrize("late", [0, 1], ids=["together", "rank 0 last"])
+def test_the_end_waits_for_the_workers_of_all_groups(close, late, tmp_path):
+    """torch alone aborts here ("terminate called without an active exception")."""
+    script = tmp_path / "train.py"
+    script.write_text(LAST_WORDS.format(close=close, late=late))
+    done = torchrun(script, ranks=3)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("example", ["train.py", "own_loop.py"])
 def test_the_example_learns(example):
     done = torchrun(ROOT / "examples" / example, "--steps", "41", "--strategy", "Mean()")
