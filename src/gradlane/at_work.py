@@ -120,6 +120,10 @@ class AtWork(ABC):
         return self._feed.step
 
     @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    @property
     def skipped(self) -> bool:
         """Whether the last step was skipped; its gradients are not finite, and torch's optimizers get none.
         For optimizers that are not torch's, and for weights that you copy by hand."""

@@ -14,6 +14,7 @@ from .core.numbers import is_number
 from .core.strategy import Strategy
 from .errors import InvalidValue, WrongState
 from .lane.guard import Guard
+from .lane.one_rank import OneRank
 from .lane.open import Opened
 from .lane.own_feed import OwnFeed
 from .lane.own_model import (
@@ -63,7 +64,7 @@ class Reducer(AtWork):
         model: nn.Module,
         strategy: Strategy | str,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | OneRank | None = None,
         bucket_mb: float = DEFAULT_BUCKET_MB,
         **options: Unpack[ScaledOptions],
     ) -> None:

@@ -19,6 +19,7 @@ MEMORY = "ErrorFeedback(Gathered(TopK(0.2)))"  # every rank has a memory of its 
 WORLD = 2
 BATCH = 4
 STEPS = 8  # of an epoch, on each rank
+BAD = 3  # the step in which the batch of the last rank is not finite, where one is
 RATE = 0.05
 HALF = {"autocast": torch.float16, "scaled": True}  # options of ``reference``
 FILES = ["manifest.json", "rank-00000-of-00002", "rank-00001-of-00002"]
@@ -27,6 +28,15 @@ FILES = ["manifest.json", "rank-00000-of-00002", "rank-00001-of-00002"]
 def ranks(function, *args, world=WORLD, deadline=90.0):
     """``function(rank, *args)`` on so many ranks; the process group is there, and a framework uses it."""
     return run_ranks(function, world, *args, deadline=deadline, prepare=partial(_as_under_torchrun, world))
+
+
+def alone(function, *args, deadline=90.0):
+    """``function(*args)`` in one process, as ``python train.py`` starts it: nobody tells of ranks."""
+    prepare = partial(warnings.simplefilter, "ignore")
+    (found,) = run_ranks(
+        lambda rank, store: function(*args), 1, init=False, deadline=deadline, prepare=lambda rank: prepare()
+    )
+    return found
 
 
 def _as_under_torchrun(world, rank):
@@ -52,20 +62,24 @@ def network():
     return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def samples():
-    inputs = torch.randn(WORLD * BATCH * STEPS, 12, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(inputs, inputs[:, :3].sum(1, keepdim=True))
+def samples(world=WORLD, *, bad=False):
+    inputs = torch.randn(world * BATCH * STEPS, 12, generator=torch.Generator().manual_seed(1))
+    wanted = inputs[:, :3].sum(1, keepdim=True)
+    if bad:
+        inputs[BATCH * (world * BAD + world - 1)] = torch.nan
+    return TensorDataset(inputs, wanted)
 
 
-def all_batches():
-    """For frameworks that give every rank its share: each takes every other batch."""
-    return DataLoader(samples(), batch_size=BATCH)
+def all_batches(world=WORLD, *, bad=False):
+    """For frameworks that give every rank its share: each takes every ``world``-th batch."""
+    return DataLoader(samples(world, bad=bad), batch_size=BATCH)
 
 
-def batches_of(rank):
-    """The share of a rank."""
-    mine = [BATCH * batch + item for batch in range(rank, WORLD * STEPS, WORLD) for item in range(BATCH)]
-    return DataLoader(Subset(samples(), mine), batch_size=BATCH)
+def batches_of(rank, world=WORLD, *, bad=False, without=None):
+    """The share of a rank; without the batch of one step, if you say so."""
+    steps = [step for step in range(STEPS) if step != without]
+    mine = [BATCH * (world * step + rank) + item for step in steps for item in range(BATCH)]
+    return DataLoader(Subset(samples(world, bad=bad), mine), batch_size=BATCH)
 
 
 def loss_of(model, batch):
@@ -87,7 +101,9 @@ def scaler_of(scaled):
     return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaled)
 
 
-def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False):
+def plain(
+    rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False, world=WORLD, without=None
+):
     """The losses, the weights and the bytes of plain torch DDP with ``gradlane.attach``."""
     model = DistributedDataParallel(Model())
     scaler = scaler_of(scaled)
@@ -95,7 +111,7 @@ def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False
     optimizer = optimizer_of(model)
     losses = []
     for _ in range(epochs):
-        for index, batch in enumerate(batches_of(rank)):
+        for index, batch in enumerate(batches_of(rank, world, without=without)):
             model.require_backward_grad_sync = (index + 1) % accumulate == 0
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = loss_of(model, batch)
@@ -111,8 +127,8 @@ def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False
 
 @cache
 def reference(**options):
-    """Of both ranks; the same for all that are compared with it."""
-    return ranks(lambda rank: plain(rank, MEMORY, **options))
+    """Of all ranks; the same for all that are compared with it."""
+    return ranks(lambda rank: plain(rank, MEMORY, **options), world=options.get("world", WORLD))
 
 
 def weights_of(module):

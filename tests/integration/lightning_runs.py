@@ -25,6 +25,21 @@ class Module(pl.LightningModule):
         return optimizer_of(self)
 
 
+class Manual(Module):
+    """Optimizes by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 def trainer(*callbacks, strategy="ddp", devices=2, epochs=1, logger=False, **options):
     return pl.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, callbacks=list(callbacks),

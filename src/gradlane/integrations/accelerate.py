@@ -7,23 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ..attachment import Attachment
+from ..at_work import AtWork
 from ..core.strategy import Strategy
-from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..settings import Options
+from .one_process import attached
 from .resume import go_on
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, list[RemovableHandle]] = (
-    weakref.WeakKeyDictionary()
-)
+_hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def attach_accelerate(
@@ -31,15 +30,16 @@ def attach_accelerate(
     model: nn.Module,
     strategy: Strategy | str,
     **options: Unpack[Options],
-) -> Attachment:
+) -> AtWork:
     """``gradlane.attach`` for a model that ``accelerator.prepare`` has returned; the options are the same.
 
     The scaler is the accelerator's own. From now on ``accelerator.save_state`` also writes the memory of each
     rank, into the folder ``gradlane`` of the checkpoint, and ``load_state`` reads it. To load a checkpoint
-    that has none, call ``load_state`` before this.
+    that has none, call ``load_state`` before this. In one process, where ``prepare`` makes no DDP model, the
+    strategy works on one rank, at the end of ``accelerator.backward``.
     """
-    ddp, place = _prepared(accelerator, model)
-    attachment = attach(ddp, strategy, scaler=accelerator.scaler, **options)
+    inner, place = _prepared(accelerator, model)
+    attachment = attached(accelerator, inner, strategy, options)
     name = f"gradlane_{place}" if place else "gradlane"
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -49,16 +49,16 @@ def attach_accelerate(
         without = "call accelerator.load_state before attach_accelerate"
         go_on(attachment, Path(folder) / name, without=without)
 
-    for handle in _hooks.pop(ddp, []):
+    for handle in _hooks.pop(inner, []):
         handle.remove()  # of an attachment that was closed
-    _hooks[ddp] = [
+    _hooks[inner] = [
         accelerator.register_save_state_pre_hook(save),
         accelerator.register_load_state_pre_hook(load),
     ]
     return attachment
 
 
-def log_metrics(accelerator: Accelerator, attachment: Attachment, *, every: int = 1) -> None:
+def log_metrics(accelerator: Accelerator, attachment: AtWork, *, every: int = 1) -> None:
     """The metrics to the accelerator's trackers, in every step that ``every`` divides.
 
     Call it at the end of each step; between the micro-batches of one step it does nothing.
@@ -69,23 +69,25 @@ def log_metrics(accelerator: Accelerator, attachment: Attachment, *, every: int 
         accelerator.log(attachment.metrics(), step=attachment.step)
 
 
-def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[DistributedDataParallel, int]:
-    """The DDP model, and its place among the models of the accelerator, which numbers its files by it."""
+def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, int]:
+    """The DDP model, or the plain one of a single process; and its place among the models of the accelerator,
+    which numbers its files by it."""
     if not isinstance(accelerator, Accelerator):
         raise WrongType(
             f"got a {type(accelerator).__name__}, not an Accelerator; write "
             "attach_accelerate(accelerator, model, strategy)"
         )
-    ddp = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
-    if not isinstance(ddp, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False):
+    found = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
+    ddp = isinstance(found, DistributedDataParallel)
+    alone = not ddp and accelerator.distributed_type == DistributedType.NO
+    if not ddp and not alone and getattr(model, "_is_accelerate_prepared", False):
         raise WrongType(
             f"gradlane works on DDP models, and with distributed_type={accelerator.distributed_type.value} "
-            f"prepare made a {type(ddp).__name__}; start two or more processes (torchrun --nproc-per-node 2 "
-            "train.py), without FSDP and DeepSpeed"
+            f"prepare made a {type(found).__name__}; use it without FSDP, DeepSpeed and the like"
         )
     for place, known in enumerate(accelerator._models):  # which has what is inside of DDP
-        if isinstance(ddp, DistributedDataParallel) and known is ddp.module:
-            return ddp, place
+        if (ddp and known is found.module) or (alone and known in (found, model)):
+            return found, place
     raise WrongState(
         f"this {type(model).__name__} is not what prepare returned; call model = accelerator.prepare(model) "
         "first, then attach_accelerate(accelerator, model, strategy)"

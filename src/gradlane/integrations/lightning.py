@@ -6,21 +6,23 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric import Fabric
-from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attachment import Attachment
+from ..alone import Alone
+from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
+from .fabric import attach_fabric, needs_ddp
 from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
 from .resume import go_on
+
+__all__ = ["GradientComm", "attach_fabric"]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +35,7 @@ class GradientComm(Callback):
     trainer's loggers. Beside every ``x.ckpt`` lies a folder ``x.ckpt.gradlane`` with the memory of each
     rank; ``fit(ckpt_path=...)`` reads it, ``ModelCheckpoint`` deletes it with its checkpoint. A second
     ``fit`` of the same module goes on with the memory, as it goes on with the module's weights. The scaler is
-    that of the trainer's precision.
+    that of the trainer's precision. With one device and no DDP the strategy works on one rank.
 
     Args:
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
@@ -53,7 +55,7 @@ class GradientComm(Callback):
         if log_every is not None and log_every < 1:
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
         self.strategy = self._given = as_strategy(strategy)
-        self.attachment: Attachment | None = None
+        self.attachment: AtWork | None = None
         settings_of(**options)  # what is wrong with them is told now, not when training starts
         self._options = options
         self.failure: BaseException | None = None
@@ -68,8 +70,8 @@ class GradientComm(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        if not isinstance(strategy, DDPStrategy):
-            raise WrongType(_needs_ddp("Trainer", type(strategy).__name__))
+        if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+            raise WrongType(needs_ddp("Trainer", type(strategy).__name__))
         if getattr(strategy, "_ddp_comm_hook", None) is not None:
             raise WrongState(
                 "DDPStrategy has a ddp_comm_hook, and DDP takes one hook; leave it out, and give "
@@ -80,9 +82,6 @@ class GradientComm(Callback):
         self.failure = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        ddp = trainer.strategy.model
-        if not isinstance(ddp, DistributedDataParallel):
-            raise WrongType(_needs_ddp("Trainer", type(trainer.strategy).__name__))
         _warn_of_remote_checkpoints(trainer)
         before = self.attachment
         goes_on = before is not None and self._module is not None and self._module() is pl_module
@@ -92,7 +91,7 @@ class GradientComm(Callback):
             follow(self.strategy, self._given)
             self.strategy = self._given
             begin_anew(self.strategy, self._fresh)
-        self.attachment = attachment = attach(ddp, self.strategy, scaler=trainer.scaler, **self._options)
+        self.attachment = attachment = self._attached(trainer)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
             self._load(attachment, trainer.ckpt_path)
@@ -100,7 +99,19 @@ class GradientComm(Callback):
             attachment.load_state_dict(before.state_dict())
         self._logged = attachment.step
 
-    def _load(self, attachment: Attachment, checkpoint: object) -> None:
+    def _attached(self, trainer: Trainer) -> AtWork:
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            return attach(model, self.strategy, scaler=trainer.scaler, **self._options)
+        if model is None or not isinstance(trainer.strategy, SingleDeviceStrategy):
+            raise WrongType(needs_ddp("Trainer", type(trainer.strategy).__name__))
+        return Alone(model, self.strategy, scaler=trainer.scaler, **self._options)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(self.attachment, Alone):
+            self.attachment.backward_ended(synced=not trainer.fit_loop._should_accumulate())
+
+    def _load(self, attachment: AtWork, checkpoint: object) -> None:
         path = local_path(checkpoint)
         if path is None:
             raise InvalidValue(
@@ -156,32 +167,3 @@ def _warn_of_remote_checkpoints(trainer: Trainer) -> None:
                 f"saved; to resume, use {START_ANEW}",
                 stacklevel=2,
             )
-
-
-def attach_fabric(
-    fabric: Fabric,
-    module: object,
-    strategy: Strategy | str,
-    **options: Unpack[Options],
-) -> Attachment:
-    """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
-
-    The scaler is that of Fabric's precision.
-    """
-    if not isinstance(module, _FabricModule):
-        raise WrongType(
-            f"got a {type(module).__name__} that Fabric has not set up; call module = fabric.setup(module) "
-            "first, and pass what it returned"
-        )
-    inner = module._forward_module
-    ddp = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
-    if not isinstance(ddp, DistributedDataParallel):
-        raise WrongType(_needs_ddp("Fabric", type(fabric.strategy).__name__))
-    scaler = getattr(fabric.strategy.precision, "scaler", None)
-    return attach(ddp, strategy, scaler=scaler, **options)
-
-
-def _needs_ddp(who: str, strategy: str) -> str:
-    return (
-        f'gradlane works on DDP models, the strategy of this {who} is {strategy}; use {who}(strategy="ddp")'
-    )

@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..attachment import Attachment
+from ..at_work import AtWork
 from ..lane.failure import with_note
 
 START_ANEW = "GradientComm(..., resume=False)"
@@ -20,7 +20,7 @@ START_ANEW = "GradientComm(..., resume=False)"
 class Owner(Protocol):
     """The callback whose attachment is saved."""
 
-    attachment: Attachment | None
+    attachment: AtWork | None
     failure: BaseException | None
     """What ended training, while Lightning makes its last checkpoints of it."""
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attachment import Attachment
+from ..alone import Alone
+from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
@@ -31,23 +32,17 @@ def attach_ray(
     *,
     resume: bool = True,
     **options: Unpack[ScaledOptions],
-) -> Attachment:
+) -> AtWork:
     """``gradlane.attach`` for a model that ``ray.train.torch.prepare_model`` has returned.
 
     Call it in the train loop, on every worker. Where ``ray.train.get_checkpoint()`` has a checkpoint, as
     after a restart, it also loads the memory of each rank that ``report`` has put there; ``resume=False``
-    begins with an empty one. The other options are those of ``gradlane.attach``.
+    begins with an empty one. The other options are those of ``gradlane.attach``. With one worker, whose model
+    is not in DDP, the strategy works on one rank, at the end of each backward.
     """
     if not dist.is_initialized():
         raise WrongState("there is no process group; call attach_ray in the train loop of a TorchTrainer")
-    ddp = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
-    if not isinstance(ddp, DistributedDataParallel):
-        raise WrongType(
-            f"gradlane works on DDP models, got a {type(ddp).__name__}; call model = "
-            "ray.train.torch.prepare_model(model) first, with ScalingConfig(num_workers=2) or more, and pass "
-            "what it returned"
-        )
-    attachment = attach(ddp, strategy, **options)
+    attachment = _attached(getattr(model, "_orig_mod", model), strategy, options)
     checkpoint = ray.train.get_checkpoint() if resume else None
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
@@ -55,8 +50,22 @@ def attach_ray(
     return attachment
 
 
+def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions) -> AtWork:
+    """To the one that has the gradients, compiled or not."""
+    if isinstance(model, DistributedDataParallel):
+        return attach(model, strategy, **options)
+    if dist.get_world_size() > 1:
+        raise WrongType(
+            f"gradlane works on DDP models, got a {type(model).__name__}; call model = "
+            "ray.train.torch.prepare_model(model) first, and pass what it returned"
+        )
+    alone = Alone(model, strategy, **options)
+    alone.after_every_backward()
+    return alone
+
+
 def report(
-    attachment: Attachment, metrics: Mapping[str, Any], save: Callable[[Path], None] | None = None
+    attachment: AtWork, metrics: Mapping[str, Any], save: Callable[[Path], None] | None = None
 ) -> None:
     """``ray.train.report`` with the metrics of the attachment. Every worker calls it, equally often.
 

@@ -12,13 +12,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from ..attachment import Attachment
+from ..at_work import AtWork
 from ..core.strategy import Strategy
-from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew
+from .one_process import attached
 from .resume import go_on
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def attach_trainer(
 
     It attaches when training begins and closes when it ends, however it ends. The metrics are in what the
     Trainer logs, and the memory of each rank is in the folder ``gradlane`` of each checkpoint, from where
-    ``train(resume_from_checkpoint=...)`` takes it. The scaler is the Trainer's own.
+    ``train(resume_from_checkpoint=...)`` takes it. The scaler is the Trainer's own. In one process,
+    without DDP, the strategy works on one rank. A second ``train()`` begins with empty residuals; what a
+    ``Private`` has spent stays spent.
 
     Args:
         trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
@@ -58,7 +60,7 @@ def attach_trainer(
         raise WrongState("the Trainer is training already; call attach_trainer before trainer.train()")
     if any(isinstance(callback, GradientComm) for callback in trainer.callback_handler.callbacks):
         raise WrongState("this Trainer has a strategy already; make a new Trainer for another")
-    if trainer.args.parallel_mode != ParallelMode.DISTRIBUTED:
+    if trainer.args.parallel_mode not in (ParallelMode.DISTRIBUTED, ParallelMode.NOT_PARALLEL):
         raise WrongType(
             f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
             "or more processes: torchrun --nproc-per-node 2 train.py"
@@ -82,7 +84,7 @@ class GradientComm(TrainerCallback):
         metrics: Sequence[str] | None,
         resume: bool,
     ) -> None:
-        self.attachment: Attachment | None = None
+        self.attachment: AtWork | None = None
         self._trainer = trainer
         self._strategy = strategy
         self._fresh = strategy.state_dict()
@@ -112,16 +114,15 @@ class GradientComm(TrainerCallback):
     ) -> None:
         self._close()  # a batch size that was too large begins again
         wrapped = self._trainer.model_wrapped
-        ddp = getattr(wrapped, "_orig_mod", wrapped)  # a compiled module holds the one with the gradients
-        if not isinstance(ddp, DistributedDataParallel):
+        model = getattr(wrapped, "_orig_mod", wrapped)  # a compiled module holds the one with the gradients
+        alone = args.parallel_mode == ParallelMode.NOT_PARALLEL
+        if not isinstance(model, DistributedDataParallel) and not alone:
             raise WrongType(
-                f"gradlane works on DDP models, and the Trainer made a {type(ddp).__name__}; use it without "
-                "FSDP, DeepSpeed and tensor parallelism"
+                f"gradlane works on DDP models, and the Trainer made a {type(model).__name__}; use it "
+                "without FSDP, DeepSpeed and tensor parallelism"
             )
         begin_anew(self._strategy, self._fresh)  # a second train() counts from 0 too
-        self.attachment = attach(
-            ddp, self._strategy, scaler=self._trainer.accelerator.scaler, **self._options
-        )
+        self.attachment = attached(self._trainer.accelerator, model, self._strategy, self._options)
         if self._checkpoint is not None and self._resume:
             without = "attach_trainer(..., resume=False)"
             go_on(self.attachment, self._checkpoint / FOLDER, without=without)

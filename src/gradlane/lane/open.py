@@ -11,9 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ..core.collectives import SCOPES
 from ..errors import InvalidValue, RanksDisagree, WrongState
 from .agree import Board, Document
 from .base import Lane, Listener
+from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane
 from .thread import ThreadLane
@@ -71,7 +73,9 @@ def open_lane(
 
 def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board | None) -> Opened:
     board = board or Board(dist.HashStore(), "alone", 0, 1, 1.0)
-    return Opened(StreamLane(group, device, listener), board, group.rank(), {"world": group.size()})
+    scopes = SCOPES if group.size() == 1 else ("world",)  # of one rank all are the same
+    sizes = dict.fromkeys(scopes, group.size())
+    return Opened(StreamLane(group, device, listener), board, group.rank(), sizes)
 
 
 def refuse_differences(told: list[Document], fields: tuple[str, ...], doing: str) -> None:
@@ -101,6 +105,8 @@ def first_difference(a: object, b: object) -> tuple[str, str]:
 
 def backend_of(group: Any, device: torch.device) -> str:
     """The backend that serves this device; says what to use instead where none fits."""
+    if isinstance(group, OneRank):
+        return "fake"  # has no peers to ask either
     config = str(dist.get_backend_config(group))
     served = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
     backend = served.get(device.type, config)

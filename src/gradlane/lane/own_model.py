@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidValue, WrongState, WrongType
+from .one_rank import OneRank
 
 Parameters = dict[str, nn.Parameter]
 
@@ -32,7 +33,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def checked_group(group: dist.ProcessGroup | None) -> Any:
+def checked_group(group: dist.ProcessGroup | OneRank | None) -> Any:
+    if isinstance(group, OneRank):
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         raise WrongState(
             "there is no process group; call torch.distributed.init_process_group first (torchrun sets what "

@@ -32,7 +32,8 @@ class _Waiting:
 class StreamLane:
     """Drives the strategy to its end inside the hook; ``wait`` orders streams and does not block.
 
-    On DDP's own group: NCCL and XCCL run collectives in the order of issue. Only ``over="world"``.
+    On DDP's own group: NCCL and XCCL run collectives in the order of issue. Only ``over="world"``, but of one
+    rank.
     """
 
     def __init__(self, group: Any, device: torch.device, listener: Listener) -> None:
@@ -89,7 +90,7 @@ class StreamLane:
         with span("encode"):
             request = running.resume(answer)
         while request is not None:
-            if request.over != "world":
+            if request.over != "world" and self._group.size() > 1:
                 raise InvalidValue(f"over={request.over!r} is not available on this backend; use 'world'")
             self._where = running.where()
             event = Event.of(request, running.bucket, running.phase, self._group.size())

@@ -1,0 +1,79 @@
+"""Fabric: ``attach_fabric`` after ``fabric.setup``. Import it from ``integrations.lightning``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.wrappers import _FabricModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ..alone import Alone
+from ..at_work import AtWork
+from ..core.strategy import Strategy
+from ..ddp import attach
+from ..errors import WrongType
+from ..settings import Options
+from .one_process import reduce_after_backward
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def attach_fabric(
+    fabric: Fabric,
+    module: object,
+    strategy: Strategy | str,
+    **options: Unpack[Options],
+) -> AtWork:
+    """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
+
+    The scaler is that of Fabric's precision. With one device and no DDP the strategy works on one rank, at
+    the end of ``fabric.backward``.
+    """
+    if not isinstance(module, _FabricModule):
+        raise WrongType(
+            f"got a {type(module).__name__} that Fabric has not set up; call module = fabric.setup(module) "
+            "first, and pass what it returned"
+        )
+    inner = module._forward_module
+    model = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    if isinstance(model, DistributedDataParallel):
+        return attach(model, strategy, scaler=scaler, **options)
+    if not isinstance(fabric.strategy, SingleDeviceStrategy):
+        raise WrongType(needs_ddp("Fabric", type(fabric.strategy).__name__))
+    alone = Alone(model, strategy, scaler=scaler, **options)
+    accumulating = _Accumulating(fabric, module)
+    reduce_after_backward(fabric, alone, lambda: not accumulating.now)
+    return alone
+
+
+class _Accumulating:
+    """Whether ``fabric.no_backward_sync(module)`` is in force, which does nothing where there is no DDP."""
+
+    def __init__(self, fabric: Any, module: object) -> None:
+        self.now = False
+        no_backward_sync = fabric.no_backward_sync
+
+        @wraps(no_backward_sync)
+        @contextmanager
+        def told(of: object, enabled: bool = True) -> Iterator[None]:
+            before, self.now = self.now, enabled if of is module else self.now
+            try:
+                with no_backward_sync(of, enabled):
+                    yield
+            finally:
+                self.now = before
+
+        fabric.no_backward_sync = told
+
+
+def needs_ddp(who: str, strategy: str) -> str:
+    return (
+        f'gradlane works on DDP models, the strategy of this {who} is {strategy}; use {who}(strategy="ddp")'
+    )
