@@ -101,9 +101,7 @@ def scaler_of(scaled):
     return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaled)
 
 
-def plain(
-    rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False, world=WORLD, without=None
-):
+def plain(rank, strategy, *, epochs=1, accumulate=1, autocast=None, scaled=False, world=WORLD, without=None):
     """The losses, the weights and the bytes of plain torch DDP with ``gradlane.attach``."""
     model = DistributedDataParallel(Model())
     scaler = scaler_of(scaled)

@@ -7,7 +7,6 @@ accelerate = pytest.importorskip("accelerate", reason='needs pip install -e ".[a
 
 from accelerate import Accelerator, DistributedDataParallelKwargs  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration  # noqa: E402
-from torch import nn  # noqa: E402
 
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.accelerate import attach_accelerate, log_metrics  # noqa: E402
@@ -192,9 +191,3 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert str(tmp_path / "without" / "gradlane") in no_folder
     assert "call accelerator.load_state before attach_accelerate" in no_folder
     assert "fp16_compress_hook" in hook
-
-
-def test_one_process_is_refused():
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(WrongType, match=r"distributed_type=NO .* a Linear; start two or more processes"):
-        attach_accelerate(accelerator, accelerator.prepare(nn.Linear(2, 2)), "Mean()")

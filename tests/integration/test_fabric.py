@@ -9,7 +9,6 @@ from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.loggers import CSVLogger  # noqa: E402
 from lightning.fabric.plugins import MixedPrecision  # noqa: E402
 
-import gradlane as gl  # noqa: E402
 from gradlane.errors import WrongState, WrongType  # noqa: E402
 from gradlane.integrations.lightning import attach_fabric  # noqa: E402
 
@@ -23,7 +22,6 @@ from .launched import (  # noqa: E402
     equal,
     files_in,
     loss_of,
-    network,
     optimizer_of,
     ranks,
     reference,
@@ -68,12 +66,6 @@ def with_fabric(rank, plugins):
 )
 def test_fabric_is_plain_ddp_with_the_same_strategy(plugins, plainly):
     assert equal(ranks(with_fabric, plugins), reference(accumulate=2, **plainly))
-
-
-def test_fabric_without_ddp_is_refused():
-    fabric = Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(WrongType, match=r'SingleDeviceStrategy; use Fabric\(strategy="ddp"\)'):
-        attach_fabric(fabric, fabric.setup(network()), gl.Mean())
 
 
 def interrupted(rank, folder):

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
+import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.lightning import GradientComm  # noqa: E402
 
@@ -148,6 +149,32 @@ def test_a_second_fit_goes_on_and_another_module_begins_anew():
         assert of_another[0] == losses[0]
 
 
+def spent(rank):
+    """Two fits of one module, one of another; in between a swap to another mechanism."""
+    private = gl.Private(gl.Mean(), clip=1.0, noise=1.0)
+    comm, module = GradientComm(private), Module()
+    run = trainer(comm)
+    run.fit(module, batches_of(rank))
+    found = [comm.attachment.strategy.spent.runs()]
+    run.fit_loop.max_epochs = 2
+    module.on_train_start = lambda: comm.attachment.swap("Private(Mean(), clip=1.0, noise=2.0)")
+    run.fit(module, batches_of(rank))
+    found += [comm.attachment.strategy.spent.runs()]
+    other = Module()
+    trainer(comm).fit(other, batches_of(rank))
+    assert comm.attachment.strategy is private
+    return [*found, private.spent.runs()]
+
+
+def test_what_is_spent_stays_spent_when_it_trains_again():
+    for found in ranks(spent):
+        assert found == [
+            {(1.0, 1.0): STEPS},
+            {(1.0, 1.0): STEPS, (2.0, 1.0): STEPS},
+            {(1.0, 1.0): 2 * STEPS, (2.0, 1.0): STEPS},
+        ]
+
+
 def logged(rank, folder):
     loggers = [CSVLogger(folder, "csv", version=0), TensorBoardLogger(folder, "tensorboard", version=0)]
     comm = GradientComm("Cast(Mean(), bfloat16)", log_every=4, nonfinite="raise", verify_every=100)
@@ -243,6 +270,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
 
 
 def test_a_trainer_without_ddp_is_refused():
-    run = trainer(GradientComm("Mean()"), strategy="auto", devices=1)
-    with pytest.raises(WrongType, match=r'SingleDeviceStrategy; use Trainer\(strategy="ddp"\)'):
-        run.fit(Module(), batches_of(0), batches_of(0))
+    run = trainer(GradientComm("Mean()"), strategy="ddp", devices=1)
+    run.strategy.__class__ = type("Sharded", (type(run.strategy).__mro__[1],), {})  # FSDP needs a GPU
+    with pytest.raises(WrongType, match=r'Sharded; use Trainer\(strategy="ddp"\)'):
+        GradientComm("Mean()").setup(run, Module(), "fit")

@@ -1,4 +1,4 @@
-"""One rank has a batch that is not finite: the run of every framework is that in which the batch never was."""
+"""One rank has a batch that is not finite: the run is, in every framework, that in which it never was."""
 
 import importlib.util
 

@@ -22,15 +22,18 @@ from transformers import (  # noqa: E402
 import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.transformers import attach_trainer  # noqa: E402
+from gradlane.strategies.accountant import epsilon_of  # noqa: E402
 
 from ..checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
+    BAD,
     BATCH,
     FILES,
     MEMORY,
     RATE,
     STEPS,
     WORLD,
+    alone,
     assert_carried,
     equal,
     files_in,
@@ -48,8 +51,8 @@ def tiny():
     )
 
 
-def texts():
-    rows = torch.randint(0, 32, (WORLD * BATCH * STEPS, 8), generator=torch.Generator().manual_seed(1))
+def texts(world=WORLD):
+    rows = torch.randint(0, 32, (world * BATCH * STEPS, 8), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
@@ -60,6 +63,7 @@ class InOrder(Trainer):
         super().__init__(**options)
         self.model_accepts_loss_kwargs = False
         self.losses = []
+        self.unlucky = False  # the loss of step BAD is not finite here
 
     def _get_train_sampler(self, *_):
         return SequentialSampler(self.train_dataset)
@@ -67,11 +71,13 @@ class InOrder(Trainer):
     def compute_loss(self, model, inputs, *args, **options):
         loss = super().compute_loss(model, inputs, *args, **options)
         if model.training:
+            if self.unlucky and len(self.losses) == BAD:
+                loss = loss * torch.nan
             self.losses.append(loss.item())
         return loss
 
 
-def trainer(folder, *, epochs=1, accumulate=1, evaluates=False, callbacks=None, **options):
+def trainer(folder, *, epochs=1, accumulate=1, evaluates=False, callbacks=None, world=WORLD, **options):
     arguments = TrainingArguments(
         output_dir=str(folder), use_cpu=True, num_train_epochs=epochs, per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=accumulate, max_grad_norm=0, ddp_find_unused_parameters=False,
@@ -80,11 +86,11 @@ def trainer(folder, *, epochs=1, accumulate=1, evaluates=False, callbacks=None, 
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     steady = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return InOrder(model=model, args=arguments, train_dataset=texts(), optimizers=(optimizer, steady),
+    return InOrder(model=model, args=arguments, train_dataset=texts(world), optimizers=(optimizer, steady),
                    eval_dataset=texts() if evaluates else None, callbacks=callbacks)  # fmt: skip
 
 
-def plain(rank, epochs=1, accumulate=1, scaled=False):
+def plain(rank, epochs=1, accumulate=1, scaled=False, world=WORLD, without=None):
     scaler = scaler_of(scaled)
     model = DistributedDataParallel(tiny())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -92,8 +98,10 @@ def plain(rank, epochs=1, accumulate=1, scaled=False):
     with gl.attach(model, MEMORY, scaler=scaler) as attachment:
         for _ in range(epochs):
             for step in range(STEPS):
-                first = BATCH * (WORLD * step + rank)
-                rows = torch.stack([text["input_ids"] for text in texts()[first : first + BATCH]])
+                if step == without:
+                    continue
+                first = BATCH * (world * step + rank)
+                rows = torch.stack([text["input_ids"] for text in texts(world)[first : first + BATCH]])
                 model.require_backward_grad_sync = (step + 1) % accumulate == 0
                 loss = model(input_ids=rows, labels=rows).loss
                 losses.append(loss.item())
@@ -107,7 +115,7 @@ def plain(rank, epochs=1, accumulate=1, scaled=False):
 
 @cache
 def reference(**options):
-    return ranks(lambda rank: plain(rank, **options))
+    return ranks(lambda rank: plain(rank, **options), world=options.get("world", WORLD))
 
 
 def trained(rank, folder, accumulate, scaled):
@@ -130,6 +138,48 @@ def test_it_is_plain_ddp_with_the_same_strategy(accumulate, scaled, tmp_path):
     found = ranks(trained, tmp_path, accumulate, scaled)
     assert found[0][2] > 0
     assert equal(found, reference(accumulate=accumulate, scaled=scaled))
+
+
+def unlucky(rank, folder, world):
+    run = trainer(folder, world=world)
+    run.unlucky = rank == world - 1
+    comm = attach_trainer(run, MEMORY)
+    run.train()
+    metrics = comm.attachment.metrics()
+    return run.losses, weights_of(run.model), metrics["comm/skipped"], metrics["comm/steps"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_batch_that_is_not_finite_leaves_no_trace(world, tmp_path):
+    found = ranks(unlucky, tmp_path, world, world=world)
+    for (losses, weights, skipped, steps), wanted in zip(
+        found, reference(world=world, without=BAD), strict=True
+    ):
+        assert (skipped, steps) == (1, STEPS)
+        assert losses[:BAD] + losses[BAD + 1 :] == wanted[0]
+        assert torch.equal(weights, wanted[1])
+        assert torch.equal(weights, found[0][1])
+        assert weights.isfinite().all()
+    assert torch.tensor(found[-1][0]).isnan().sum() == 1
+
+
+def spent(rank, folder):
+    """Two trainings, then one that goes on from the middle of the second."""
+    private = gl.Private(gl.Cast(gl.Mean(), torch.bfloat16), clip=1.0, noise=1.0)
+    run = trainer(folder, save_strategy="steps", save_steps=STEPS // 2)
+    attach_trainer(run, private)
+    found = []
+    for where in (None, None, str(folder / f"checkpoint-{STEPS // 2}")):
+        run.train(resume_from_checkpoint=where)
+        found.append((private.spent.steps, private.epsilon(1e-5)))
+    return found
+
+
+def test_what_is_spent_stays_spent_when_it_trains_again(tmp_path):
+    for found in ranks(spent, tmp_path):
+        steps = [STEPS, 2 * STEPS, 2 * STEPS + STEPS // 2]
+        assert [count for count, _ in found] == steps
+        assert [epsilon for _, epsilon in found] == [epsilon_of(1.0, 1.0, count, 1e-5) for count in steps]
 
 
 def interrupted(rank, folder, where):
@@ -185,6 +235,50 @@ def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
     assert [step for step, *_ in after] == [STEPS] * 3
     assert_carried(before, [owed for _, owed, _ in after])
     assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
+
+
+def of_one(folder, accumulate, unlucky):
+    run = trainer(folder, accumulate=accumulate, world=1, save_strategy="epoch")
+    run.unlucky = unlucky
+    comm = attach_trainer(run, MEMORY)
+    run.train()
+    assert not torch.distributed.is_initialized()
+    metrics = comm.attachment.metrics()
+    assert (metrics["comm/skipped"], metrics["comm/steps"]) == (unlucky, STEPS // accumulate)
+    assert [line["comm/bytes_wire"] for line in run.state.log_history if "loss" in line] == [0.0] * (
+        STEPS // accumulate // 2
+    )
+    return run.losses, weights_of(run.model), owed_by(comm.attachment.strategy)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "unlucky"), [(1, False), (2, False), (1, True)], ids=["", "accumulation", "not finite"]
+)
+def test_one_process_is_ddp_of_one_rank(accumulate, unlucky, tmp_path):
+    losses, weights, _ = alone(of_one, tmp_path, accumulate, unlucky)
+    ((wanted, wanted_weights, _),) = reference(
+        accumulate=accumulate, world=1, without=BAD if unlucky else None
+    )
+    assert losses[:BAD] == wanted[:BAD]
+    assert losses[BAD + unlucky :] == wanted[BAD:]
+    assert torch.equal(weights, wanted_weights)
+
+
+def goes_on(folder, rank, world):
+    look = Look()
+    run = trainer(folder, epochs=2, callbacks=[look], world=world)
+    look.comm = attach_trainer(run, MEMORY)
+    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS}"))
+    return look.found
+
+
+def test_a_run_goes_on_with_one_process_and_with_many(tmp_path):
+    before = ranks(saved, tmp_path / "many")
+    assert_carried(before, [alone(goes_on, tmp_path / "many", 0, 1)[1]])
+    *_, owed = alone(of_one, tmp_path / "one", 1, False)
+    after = ranks(lambda rank: goes_on(tmp_path / "one", rank, 3), world=3)
+    assert [step for step, _ in after] == [STEPS] * 3
+    assert_carried([owed], [found for _, found in after])
 
 
 def logged(rank, folder):
@@ -254,8 +348,3 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert "no manifest.json" in no_folder
     assert str(tmp_path / "checkpoint-2" / "gradlane") in no_folder
     assert "attach_trainer(..., resume=False)" in no_folder
-
-
-def test_one_process_is_refused(tmp_path):
-    with pytest.raises(WrongType, match=r"NOT_PARALLEL.* torchrun --nproc-per-node 2"):
-        attach_trainer(trainer(tmp_path), "Mean()")

@@ -88,7 +88,7 @@ class GradientComm(Callback):
         if before is not None and goes_on:
             self.strategy = before.strategy  # it may have been swapped
         else:
-            follow(self.strategy, self._given)
+            follow(self.strategy if before is None else before.strategy, self._given)
             self.strategy = self._given
             begin_anew(self.strategy, self._fresh)
         self.attachment = attachment = self._attached(trainer)

@@ -17,7 +17,7 @@ from ..core.strategy import Strategy
 from ..errors import WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
-from ..strategies.ledgers import begin_anew
+from ..strategies.ledgers import begin_anew, follow
 from .one_process import attached
 from .resume import go_on
 
@@ -121,6 +121,8 @@ class GradientComm(TrainerCallback):
                 f"gradlane works on DDP models, and the Trainer made a {type(model).__name__}; use it "
                 "without FSDP, DeepSpeed and tensor parallelism"
             )
+        if self.attachment is not None:
+            follow(self.attachment.strategy, self._strategy)  # it may have been swapped
         begin_anew(self._strategy, self._fresh)  # a second train() counts from 0 too
         self.attachment = attached(self._trainer.accelerator, model, self._strategy, self._options)
         if self._checkpoint is not None and self._resume:
