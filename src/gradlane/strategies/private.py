@@ -73,8 +73,8 @@ class Private(Strategy):
         """(epsilon, delta)-differential privacy *per worker*, never per example, of the steps so far.
 
         ``steps`` asks for a number of steps instead, to plan a run. A step that failed counts, because
-        something was sent; one that was skipped before anything was sent does not. Steps of an earlier training
-        with this strategy count, and those of another ``Private`` that ``swap`` has put this one in place of.
+        something was sent; one that was skipped before anything was sent does not. Steps of an earlier
+        training with this strategy count, and of a ``Private`` in whose place ``swap`` has put this one.
         """
         assert self.spent is not None
         if steps is None:
