@@ -1,4 +1,4 @@
-"""A real local Ray with two workers, which Ray restarts once."""
+"""A real local Ray with two workers, which Ray restarts once; with one, and with three."""
 
 import logging
 from pathlib import Path
@@ -18,6 +18,7 @@ from gradlane.errors import InvalidValue, WrongState, WrongType
 from gradlane.integrations.ray import attach_ray, report
 
 from .launched import (
+    BAD,
     FILES,
     MEMORY,
     STEPS,
@@ -33,19 +34,24 @@ from .launched import (
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns of many things that are no concern of ours
 
 
+WORLDS = (1, 2, 3)
+
+
 @pytest.fixture(scope="module")
 def local_ray():
     reference(epochs=2)  # forks, which it must do before Ray has threads here
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    for world in WORLDS:
+        reference(world=world, without=BAD)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
 
-def fit(loop, folder, name, **config):
+def fit(loop, folder, name, workers=2, **config):
     trainer = ray.train.torch.TorchTrainer(
         loop,
         train_loop_config={"folder": folder, **config},
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
         ),
@@ -98,6 +104,41 @@ def test_a_run_that_ray_restarts_is_the_run_that_never_stopped(local_ray, tmp_pa
     assert result.metrics["epoch"] == 1
     assert result.metrics["comm/bytes_wire"] > 0
     assert result.metrics["comm/steps"] == STEPS  # of this life
+
+
+def unlucky(config):
+    """The last rank has a batch that is not finite. One worker has no DDP."""
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    model = ray.train.torch.prepare_model(Model())
+    assert isinstance(model, DistributedDataParallel) == (world > 1)
+    optimizer = optimizer_of(model)
+    losses = []
+    with attach_ray(model, MEMORY) as attachment:
+        for batch in batches_of(rank, world, bad=True):
+            loss = loss_of(model, batch)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report(attachment, {}, save=lambda folder: torch.save(losses, folder / "losses.pt"))
+        metrics = attachment.metrics()
+    weights = weights_of(getattr(model, "module", model))
+    torch.save((losses, weights, metrics), config["folder"] / f"unlucky{rank}.pt")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_batch_that_is_not_finite_leaves_no_trace(world, local_ray, tmp_path):
+    result = fit(unlucky, tmp_path, "unlucky", workers=world)
+    for rank, (wanted_losses, wanted, _) in enumerate(reference(world=world, without=BAD)):
+        losses, weights, metrics = torch.load(tmp_path / f"unlucky{rank}.pt")
+        assert losses[:BAD] + losses[BAD + 1 :] == wanted_losses
+        assert torch.equal(weights, wanted)
+        assert weights.isfinite().all()
+        assert (metrics["comm/skipped"], metrics["comm/steps"]) == (1, STEPS)
+        assert (metrics["comm/bytes_wire"] > 0) == (world > 1)
+    with result.checkpoint.as_directory() as folder:
+        assert len(files_in(Path(folder) / "gradlane")) == world + 1
 
 
 def refused(config):
