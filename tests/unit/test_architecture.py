@@ -41,7 +41,7 @@ def test_hook_modules_keep_live_annotations(name):
 def test_collectives_are_called_in_one_file_only():
     calls = ("allreduce(", "allgather(", "alltoall", ".all_reduce(", ".send([", ".recv([")
     found = {path.name for path in SOURCE.rglob("*.py") if any(call in path.read_text() for call in calls)}
-    assert found == {"perform.py"}
+    assert found == {"perform.py", "one_rank.py"}  # the second answers them, for a rank that is alone
 
 
 def test_the_report_page_needs_no_torch():
