@@ -7,6 +7,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,10 +20,11 @@ from .checkpoint.save import save
 from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
 from .core.strategy import Strategy, named_states, shared_state
 from .errors import InvalidValue, WrongState
-from .lane.agree import Document
+from .lane.agree import Board, Document
 from .lane.drift import DriftCheck
 from .lane.feed import Feed
 from .lane.guard import Guard
+from .lane.limits import Limit, checked_timeout, limit_of
 from .lane.open import Opened, open_lane, refuse_differences
 from .lane.optimizers import Withheld
 from .lane.scaled import Scaler, checked_scaler
@@ -79,7 +81,7 @@ class AtWork(ABC):
                     "observer": ready,
                 },
                 parameters=list(map(str, self._parameters)),
-                timeout=settings.timeout,
+                limit=limit_of(settings.timeout, group, device),
                 ranks_per_node=settings.ranks_per_node,
                 doing=doing,
             )
@@ -153,27 +155,39 @@ class AtWork(ABC):
         ``comm/step/bytes_wire``, ... of the last whole step."""
         return self._ledger.metrics()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, timeout: float | timedelta | None = None) -> None:
         """Write a checkpoint: a folder with one file per rank. Call it on every rank, between the same steps.
 
         A crash at any point leaves the old checkpoint of that folder or the new one. If a rank cannot write
         all ranks raise ``NotSaved``. It holds the step and the memory of the strategy; model and optimizer
         are yours to save. See docs/checkpoints.md. Works after ``close`` too, while the job's store is there.
+
+        The ranks wait for each other, for ``timeout`` seconds if that is not to be what it is in training: a
+        rank may be busy with the model.
         """
         self._must_not_be_in_a_step("save")
+        board = self._allowing(timeout, "save")
         self._feed.settle()
-        save(self._board, Path(path), self._subject(), self._layout_to_come)
+        save(board, Path(path), self._subject(), self._layout_to_come)
 
-    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+    def load(
+        self, path: str | os.PathLike[str], strict: bool = True, *, timeout: float | timedelta | None = None
+    ) -> None:
         """Go on where ``save`` was called, with any number of ranks. Call it on every rank.
 
         Each rank checks all it reads before anything changes; if one refuses all do, naming it. Another
         strategy or another model is refused, unless ``strict`` is False: then what fits by name and shape is
-        kept, and the log says what was left out.
+        kept, and the log says what was left out. ``timeout`` is as for ``save``.
         """
         self._must_be_open()
-        loaded = load(self._board, Path(path), self._subject(), strict)
+        loaded = load(self._allowing(timeout, "load"), Path(path), self._subject(), strict)
         self._feed.go_to(loaded.step, loaded.layout)
+
+    def _allowing(self, timeout: float | timedelta | None, doing: str) -> Board:
+        seconds = checked_timeout(timeout) or self._board.timeout
+        return self._board.allowing(
+            Limit(seconds, f"give this call more time on all ranks: {doing}(folder, timeout=3600)")
+        )
 
     def _subject(self) -> Subject:
         text = describe(self.strategy, shared_only=True)

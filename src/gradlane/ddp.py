@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .attachment import Attachment
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
-from .lane.base import DEFAULT_TIMEOUT, completed_future
+from .lane.base import completed_future
 from .lane.guard import Policy
 from .lane.scaled import Scaler
 from .report.sink import Observer
@@ -60,7 +60,7 @@ def attach(
     strategy: Strategy | str,
     *,
     observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    timeout: float | timedelta | None = None,
     ranks_per_node: int | None = None,
     nonfinite: Policy = "skip",
     scaler: Scaler | None = None,
@@ -77,7 +77,10 @@ def attach(
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
         observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
             ``JsonLines(path)``; or a list of them.
-        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error.
+        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error; by default
+            what the process group itself waits for, 30 minutes if its user said nothing. A rank that is gone
+            is noticed at once whatever it is, and one that is late is named in the log after 10 s. If it is
+            shorter than an evaluation or a save on one rank, that ends the job.
         ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
         nonfinite: what to do in a step whose mean gradient has NaN or infinity in it. "skip": all ranks skip
             it, with a warning; memory is as before, and optimizers of torch leave this model alone; more than

@@ -11,8 +11,8 @@ from torch import Tensor
 from .._version import __version__
 from ..core.strategy import Strategy
 from ..errors import WrongType
-from ..lane.base import DEFAULT_TIMEOUT
 from ..lane.ddp_feed import DdpFeed, NameOf
+from ..lane.limits import limit_of_group
 from ..lane.open import open_lane
 from ..report.ledger import Ledger
 from ..report.sink import Observer
@@ -55,13 +55,14 @@ def feed_of(
         return known.feed
     _close_forgotten()
     ledger = Ledger(observers)
+    device = bucket.buffer().device
     opened = open_lane(
         group,
-        bucket.buffer().device,
+        device,
         ledger,
         {"version": __version__, "hook": describe(strategy)},
         parameters=list(parameters),
-        timeout=DEFAULT_TIMEOUT,
+        limit=limit_of_group(group, device),  # that of torch's own hooks
         doing="first use of a gradlane.compat hook",
     )
     feed = DdpFeed(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes, name_of=name_of)

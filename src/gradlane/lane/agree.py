@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from hashlib import sha256
@@ -11,7 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import PeerLost
+from ..log import log
 from .hosting import host_of
+from .limits import Limit, patience
 from .within import NoAnswer, within
 
 Document = dict[str, Any]
@@ -24,12 +27,23 @@ class Board:
     Notes are JSON: nothing that comes from a peer is unpickled.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, prefix: str, rank: int, world: int, limit: Limit) -> None:
         self._store = dist.PrefixStore(prefix, store)
         self.rank = rank
         self.world = world
-        self.timeout = timeout
+        self.limit = limit
         self.host = host_of(store, world)
+
+    @property
+    def timeout(self) -> float:
+        """In seconds."""
+        return self.limit.seconds
+
+    def allowing(self, limit: Limit) -> Board:
+        """The same notes and ranks, with another limit."""
+        board = copy.copy(self)
+        board.limit = limit
+        return board
 
     def store(self, topic: str) -> dist.Store:
         """A corner of its own, for a group to find its addresses in."""
@@ -37,7 +51,7 @@ class Board:
 
     def corner(self, token: str) -> Board:
         """The same ranks on a fresh board."""
-        return Board(self.store(token), "board", self.rank, self.world, self.timeout)
+        return Board(self.store(token), "board", self.rank, self.world, self.limit)
 
     def pin(self, topic: str, document: Document) -> None:
         self._store.set(f"{topic}/{self.rank}", json.dumps(document))
@@ -71,8 +85,8 @@ class Board:
 
     def _agree(self, topic: str, document: Document, doing: str) -> tuple[str, list[Document]]:
         self.pin(topic, {**document, "nonce": token_hex(8)})
-        deadline = time.monotonic() + self.timeout
-        pause = 0.0005
+        began = time.monotonic()
+        pause, told_of = 0.0005, False
         while True:
             found = [self.read(topic, rank) for rank in range(self.world)]
             if None not in found:
@@ -84,15 +98,24 @@ class Board:
                     return digest[:16], [note for note in found if note is not None]
             else:
                 behind = [rank for rank, note in enumerate(found) if note is None]
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > self.timeout:
                 self._give_up(doing, behind)
+            if waited > patience(self.timeout) and not told_of:
+                told_of = True
+                log.warning("%s: %s not come (waited %.3g s)", doing, have(behind), waited)
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
 
     def _give_up(self, doing: str, missing: list[int]) -> None:
         who = ", ".join(map(str, missing))
         raise PeerLost(
-            f"{doing}: rank {who} did not take part within {self.timeout:g} s; every rank of the model's "
-            "process group must make this call, in the same order (or raise timeout=)",
+            f"{doing}: rank {who} did not take part within {self.timeout:g} s; every rank of the "
+            "process group must make this call, in the same order. If it was only late (an evaluation, a "
+            f"save of its own), {self.limit.way_out}",
             missing[0],
         )
+
+
+def have(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

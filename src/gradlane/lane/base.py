@@ -14,9 +14,6 @@ from ..core.events import Event
 from ..core.strategy import Strategy
 from .finite import FiniteCheck
 
-DEFAULT_TIMEOUT = 120.0  # seconds; torch's own is half an hour
-
-
 Finish = Callable[[Tensor], Tensor]
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ..core.running import Running
 from ..log import log
-from .agree import Board
+from .agree import Board, have
+from .limits import patience
 
-LONGEST = 10.0  # seconds of waiting before anything is said
 PULSE = 1.0  # seconds between two signs of life, at most
 
 
@@ -48,11 +48,6 @@ class Seen(NamedTuple):
 
     place: Place
     beat: int
-
-
-def patience(timeout: float) -> float:
-    """Seconds of waiting after which somebody is late: well before it is an error."""
-    return min(LONGEST, timeout / 4)
 
 
 def pulse(timeout: float) -> float:
@@ -126,7 +121,7 @@ def _say(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Boar
     silent = [rank for rank in still if now[rank].place.step >= here.step]
     missing = [rank for rank in others if rank not in moving + silent]
     elsewhere = [rank for rank in moving if now[rank].place[:2] != here[:2]]
-    told = [f"{_ranks(missing)} not entered {here}"] if missing else []
+    told = [f"{have(missing)} not entered {here}"] if missing else []
     told += [f"rank {rank} was in {_at(now[rank].place)} and is silent since" for rank in silent]
     told += [f"rank {rank} is in {_at(now[rank].place)}" for rank in elsewhere]
     if not told:
@@ -136,7 +131,3 @@ def _say(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Boar
 
 def _at(place: Place) -> str:
     return f"{place}, {place.doing}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

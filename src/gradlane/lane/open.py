@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..errors import InvalidValue, RanksDisagree, WrongState
 from .agree import Board, Document
 from .base import Lane, Listener
+from .limits import Limit
 from .peers import Peers
 from .stream import StreamLane
 from .thread import ThreadLane
@@ -39,7 +40,7 @@ def open_lane(
     must_agree: Document,
     *,
     parameters: list[str],
-    timeout: float,
+    limit: Limit,
     ranks_per_node: int | None = None,
     doing: str,
 ) -> Opened:
@@ -49,7 +50,7 @@ def open_lane(
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
         return _on_stream(group, device, listener, None)
     serial = _opened.get(group, 0) + 1
-    board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
+    board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
     must_agree = {
         **must_agree,
         "parameters": _digest(parameters),
@@ -70,7 +71,7 @@ def open_lane(
 
 
 def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board | None) -> Opened:
-    board = board or Board(dist.HashStore(), "alone", 0, 1, 1.0)
+    board = board or Board(dist.HashStore(), "alone", 0, 1, Limit(1.0))
     return Opened(StreamLane(group, device, listener), board, group.rank(), {"world": group.size()})
 
 

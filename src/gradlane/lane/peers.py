@@ -137,7 +137,7 @@ class Peers:
             who = ", ".join(map(str, silent))
             return PeerLost(
                 f"{where}: rank {who} is gone or did not answer within {self.timeout:g} s ({_brief(error)}); "
-                "if it was only slow, raise timeout=",
+                f"if it was only slow, {self.board.limit.way_out}",
                 silent[0],
             )
         return PeerFailed(
