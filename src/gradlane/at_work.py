@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from .lane.drift import DriftCheck
 from .lane.feed import Feed
 from .lane.guard import Guard
 from .lane.limits import Limit, checked_timeout, limit_of
+from .lane.living import wait_for_the_leaving
 from .lane.open import Opened, open_lane, refuse_differences
 from .lane.optimizers import Withheld
 from .lane.scaled import Scaler, checked_scaler
@@ -43,7 +45,11 @@ _open: weakref.WeakSet[AtWork] = weakref.WeakSet()
 
 
 class AtWork(ABC):
-    """From the moment the ranks have agreed until ``close``; also a context manager that closes."""
+    """From the moment the ranks have agreed until ``close``; also a context manager that closes.
+
+    What is dropped with its ``owner``, the model, and was not closed, ends by itself a moment later: its
+    thread and its connections go. No rank waits for another then.
+    """
 
     kind: ClassVar[str]
     """What it is, in messages; and how to get another one."""
@@ -51,6 +57,7 @@ class AtWork(ABC):
 
     def __init__(
         self,
+        owner: nn.Module,
         module: nn.Module,
         group: Any,
         device: torch.device,
@@ -86,6 +93,9 @@ class AtWork(ABC):
                 doing=doing,
             )
         self._board = opened.board
+        # For those who drop the model, and close nothing: its end is the lane's.
+        self._unless_closed = weakref.finalize(owner, opened.lane.leave)
+        self._unless_closed.atexit = False  # there is ``close_all`` then
         self._swaps = 0
         self._closed = False
         self._withheld = Withheld(module.named_parameters(), self._synced)
@@ -246,10 +256,16 @@ class AtWork(ABC):
         if self._closed:
             return
         self._closed = True
+        self._unless_closed.detach()
         self._feed.lane.close()
         self._withheld.close()
         self._ledger.close()
         _open.discard(self)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it may not have come far, or the interpreter is about to go
+            if not self._closed:
+                self._ledger.close()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -281,6 +297,7 @@ def close_all() -> None:
     """Close all that is still open."""
     for at_work in list(_open):
         at_work.close()
+    wait_for_the_leaving()
 
 
 # For those who forget: a lane that is open when the interpreter goes could take it down.

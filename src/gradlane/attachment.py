@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +35,7 @@ class Attachment(AtWork):
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         self.on_close: Callable[[], None] = _nothing
         super().__init__(
-            ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
+            ddp, ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
             must_agree={"wrapping": _wrapping(ddp)},
         )  # fmt: skip
 
@@ -53,13 +54,10 @@ class Attachment(AtWork):
             self._ledger,
             rank=opened.rank,
             sizes=opened.sizes,
-            name_of=self._name_of,
+            name_of=partial(_name_of, self._names),  # not a method: in no cycle, it goes with its model
             count_active=lambda: _counts_active(model()),
             guard=guard,
         )
-
-    def _name_of(self, index: int, place: int, parameter: Tensor) -> str:
-        return self._names.get(id(parameter)) or f"bucket{index}.{place}"
 
     def _layout_to_come(self) -> list[list[str]]:
         self._feed.expect(rebuilt_buckets(self._ddp()))
@@ -74,6 +72,10 @@ class Attachment(AtWork):
         ddp = self._ddp()
         ignored = () if ddp is None else ddp.parameters_to_ignore
         return {name: p for name, p in super()._alike().items() if name not in ignored}
+
+
+def _name_of(names: dict[int, str], index: int, place: int, parameter: Tensor) -> str:
+    return names.get(id(parameter)) or f"bucket{index}.{place}"
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,26 @@ from .strategies.given import as_strategy
 
 
 class _Port:
-    """What DDP keeps for ever: a hook can be registered once, so this one is all it ever sees."""
+    """What DDP keeps for ever: a hook can be registered once, so this one is all it ever sees.
+
+    It does not keep the attachment alive: DDP keeps this in C++, where Python's collector sees nothing, and an
+    observer or a strategy may hold the model. The model itself keeps it, see ``KEPT``.
+    """
 
     def __init__(self) -> None:
-        self.attachment: Attachment | None = None
+        self._attachment: weakref.ref[Attachment] | None = None
 
-    def let_go(self) -> None:
-        self.attachment = None
+    @property
+    def attachment(self) -> Attachment | None:
+        return None if self._attachment is None else self._attachment()
+
+    @attachment.setter
+    def attachment(self, attachment: Attachment | None) -> None:
+        self._attachment = None if attachment is None else weakref.ref(attachment)
+
+
+KEPT = "_gradlane_attachment"
+"""Where a model keeps what is attached to it, for those who do not."""
 
 
 _ports: "weakref.WeakKeyDictionary[DistributedDataParallel, _Port]" = weakref.WeakKeyDictionary()
@@ -112,7 +126,8 @@ def attach(
         # DDP looks for such optimizers in its first forward, and would register a hook of its own for them.
         _before_first_forward(ddp, _refuse_steps_in_backward)
     port.attachment = attachment
-    attachment.on_close = port.let_go
+    vars(ddp)[KEPT] = attachment
+    attachment.on_close = partial(_let_go, weakref.ref(ddp))
     return attachment
 
 
@@ -132,6 +147,12 @@ def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
                 "take a hook of its own for it, and no other. Make the model without it, and call "
                 "optimizer.step() after backward"
             )
+
+
+def _let_go(ddp: "weakref.ref[DistributedDataParallel]") -> None:
+    if (model := ddp()) is not None:
+        _ports[model].attachment = None
+        vars(model).pop(KEPT, None)
 
 
 def _check_model(ddp: object) -> None:

@@ -68,7 +68,6 @@ class Reducer(AtWork):
         **options: Unpack[ScaledOptions],
     ) -> None:
         model = checked_model(model)
-        _close_those_without_a_model()
         if reducer_of(model) is not None:
             raise WrongState("this model has a reducer already; use its swap(strategy), or close() it first")
         if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
@@ -85,13 +84,14 @@ class Reducer(AtWork):
         self._trained = list(trained)
         self._asked: object = strategy
         super().__init__(
-            model, group, one_device(trained), as_strategy(strategy), settings, doing="reduce_gradients",
+            model, model, group, one_device(trained), as_strategy(strategy), settings, doing="reduce_gradients",
             must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
         )  # fmt: skip
         limit = max(1, int(self.bucket_mb * 2**20))
         flags = [name in sparse for name in trained]
         self._parcels = parcels(self._trained, list(trained.values()), flags, limit)
         _kept.append(self)
+        weakref.finalize(model, _drop, weakref.ref(self)).atexit = False
 
     def reduce(self) -> None:
         """Make ``p.grad`` of every parameter what all ranks agree on. Call it after backward, once a step.
@@ -179,10 +179,10 @@ def reduce_gradients(
 
 
 def reducer_of(model: nn.Module) -> Reducer | None:
-    return next((reducer for reducer in _kept if reducer._module() is uncompiled(model)), None)
+    return next((reducer for reducer in list(_kept) if reducer._module() is uncompiled(model)), None)
 
 
-def _close_those_without_a_model() -> None:
-    for reducer in list(_kept):
-        if reducer._module() is None:
-            reducer.close()
+def _drop(reducer: weakref.ref[Reducer]) -> None:
+    """Its model is gone, and its lane about to go; in a finalizer, so without waiting."""
+    if (dropped := reducer()) in _kept:
+        _kept.remove(dropped)

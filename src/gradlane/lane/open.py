@@ -15,6 +15,7 @@ from ..errors import InvalidValue, RanksDisagree, WrongState
 from .agree import Board, Document
 from .base import Lane, Listener
 from .limits import Limit
+from .living import make_room
 from .peers import Peers
 from .stream import StreamLane
 from .thread import ThreadLane
@@ -49,6 +50,7 @@ def open_lane(
     backend = backend_of(group, device)
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
         return _on_stream(group, device, listener, None)
+    make_room()
     serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
     must_agree = {

@@ -16,12 +16,12 @@ from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
-from .base import Finish, Listener, same
+from .base import Faintly, Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite import FiniteCheck
 from .issued import Job
 from .late import place_of, pulse, watched
-from .living import born, ended
+from .living import born, ended, leaves, left
 from .peers import Peers
 from .requests import Requests
 from .span import span
@@ -43,7 +43,7 @@ class ThreadLane:
         self.check = FiniteCheck()
         self._peers = peers
         self._requests = Requests(peers)
-        self._listener = listener
+        self._listener = Faintly(listener)
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -55,7 +55,7 @@ class ThreadLane:
         self._lost: list[Job] = []  # jobs of the failed step, until its connections are closed
         self._failure: BaseException | None = None  # for the trainer
         self._serving: Running | None = None
-        self._closed = False
+        self._closed = self._leaving = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         born(self)
@@ -121,8 +121,24 @@ class ThreadLane:
             return
         self._peers.close()
 
-    @torch.no_grad()
+    def leave(self) -> None:
+        if self._closed:
+            return
+        self._closed = self._leaving = True
+        leaves(self._thread)
+        self._jobs.put(None)
+
     def _run(self) -> None:
+        try:
+            self._work()
+            if self._leaving:  # nobody waits for this thread: it cleans up itself
+                self._peers.close()
+                ended(self)
+        finally:
+            left(self._thread)
+
+    @torch.no_grad()
+    def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._serve(job)
             del job  # or the last bucket would live until the next one
