@@ -22,6 +22,7 @@ from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
 from .core.strategy import Strategy, named_states, shared_state
 from .errors import InvalidValue, WrongState
 from .lane.agree import Board, Document
+from .lane.base import Lane
 from .lane.drift import DriftCheck
 from .lane.feed import Feed
 from .lane.guard import Guard
@@ -94,7 +95,7 @@ class AtWork(ABC):
             )
         self._board = opened.board
         # For those who drop the model, and close nothing: its end is the lane's.
-        self._unless_closed = weakref.finalize(owner, opened.lane.leave)
+        self._unless_closed = weakref.finalize(owner, _model_went, weakref.ref(self), opened.lane)
         self._unless_closed.atexit = False  # there is ``close_all`` then
         self._swaps = 0
         self._closed = False
@@ -291,6 +292,15 @@ class AtWork(ABC):
     def _must_not_be_in_a_step(self, doing: str) -> None:
         if self._feed.in_step:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
+
+
+def _model_went(at_work: weakref.ref[AtWork], lane: Lane) -> None:
+    """In a finalizer: on any thread, at any time, so without waiting."""
+    lane.leave()
+    if (kept := at_work()) is not None:
+        kept._closed = True
+        with contextlib.suppress(Exception):  # a user's sink
+            kept._ledger.close()
 
 
 def close_all() -> None:

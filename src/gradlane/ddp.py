@@ -27,8 +27,8 @@ from .strategies.given import as_strategy
 class _Port:
     """What DDP keeps for ever: a hook can be registered once, so this one is all it ever sees.
 
-    It does not keep the attachment alive: DDP keeps this in C++, where Python's collector sees nothing, and an
-    observer or a strategy may hold the model. The model itself keeps it, see ``KEPT``.
+    It does not keep the attachment alive: DDP keeps this in C++, where Python's collector sees nothing, and
+    an observer or a strategy may hold the model. The model itself keeps it, see ``KEPT``.
     """
 
     def __init__(self) -> None:

@@ -84,8 +84,8 @@ class Reducer(AtWork):
         self._trained = list(trained)
         self._asked: object = strategy
         super().__init__(
-            model, model, group, one_device(trained), as_strategy(strategy), settings, doing="reduce_gradients",
-            must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
+            model, model, group, one_device(trained), as_strategy(strategy), settings,
+            doing="reduce_gradients", must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
         )  # fmt: skip
         limit = max(1, int(self.bucket_mb * 2**20))
         flags = [name in sparse for name in trained]

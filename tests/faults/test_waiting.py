@@ -76,7 +76,7 @@ def _one_stays_away(rank, way, world, pause):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_waits_as_long_as_its_process_group_and_is_told_so(way):
-    """It used to be 120 s in any case, and the message of hooks spoke of a ``timeout=`` that they have not."""
+    """It used to be 120 s in any case, and the message of hooks spoke of a ``timeout=`` they do not have."""
     world = 3 if way == "hook" else 2
     outcomes = run_ranks(one_stays_away, world, way, world, 2.0, 5.0, init=False, deadline=40)
     for (message, lost, seconds), lines in outcomes[:-1]:

@@ -13,6 +13,8 @@ from ..log import log
 from .agree import Board, have
 from .limits import patience
 
+ROLL_CALL, FORWARD = -1, -2
+"""In place of a bucket: what a ``Reducer`` begins with, and DDP."""
 PULSE = 1.0  # seconds between two signs of life, at most
 
 
@@ -26,8 +28,8 @@ class Place(NamedTuple):
     doing: str
 
     def __str__(self) -> str:
-        what = f"bucket {self.bucket}" if self.bucket >= 0 else "the roll call"  # of a Reducer
-        return f"{what} of step {self.step}"
+        others = {ROLL_CALL: "the roll call", FORWARD: "the forward"}
+        return f"{others.get(self.bucket, f'bucket {self.bucket}')} of step {self.step}"
 
 
 Where = Callable[[], Place | None]
@@ -62,12 +64,17 @@ def watched(board: Board, where: Where) -> Iterator[None]:
     as long as the wait: a store may not answer, and the waiting thread has signals to serve.
     """
     over = threading.Event()
-    watch = _Watch(board, where, over)
-    threading.Thread(target=watch.run, name="gradlane-late", daemon=True).start()
+    watcher = threading.Thread(target=watch, args=(board, where, over), name="gradlane-late", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         over.set()
+
+
+def watch(board: Board, where: Where, over: threading.Event) -> None:
+    """Say what is late until it is ``over``."""
+    _Watch(board, where, over).run()
 
 
 class _Watch:

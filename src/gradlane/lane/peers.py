@@ -14,6 +14,7 @@ from ..core.collectives import Scope
 from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
+from .limits import Limit
 from .perform import sever
 from .within import NoAnswer, within
 from .workers import wait_for_idle_workers
@@ -110,8 +111,10 @@ class Peers:
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
             within(SOON, lambda: self.board.pin(f"life{self._life}/failed", told), "the store")
 
-    def diagnose(self, where: str, error: BaseException) -> PeerFailed:
-        """Why a connection broke: a peer that raised, a peer that is silent, or just the network."""
+    def diagnose(self, where: str, error: BaseException, limit: Limit | None = None) -> PeerFailed:
+        """Why a connection broke: a peer that raised, a peer that is silent, or just the network. It was
+        waited for until the ``limit``, if that is not the lane's own."""
+        limit = limit or self.board.limit
         told: dict[int, Document] = {}
         try:
             within(ALIVE, lambda: self.board.read("alive", self.rank), "the store")
@@ -121,7 +124,7 @@ class Peers:
             if host.rank not in told:  # else it has lost the same rank as this one, and ended meanwhile
                 return PeerLost(
                     f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)}); "
-                    f"{host.who} is gone or did not answer within {self.timeout:g} s",
+                    f"{host.who} is gone or did not answer within {limit.seconds:g} s",
                     host.rank,
                 )
         self._let_all_hear(told)
@@ -136,8 +139,8 @@ class Peers:
         if silent:
             who = ", ".join(map(str, silent))
             return PeerLost(
-                f"{where}: rank {who} is gone or did not answer within {self.timeout:g} s ({_brief(error)}); "
-                f"if it was only slow, {self.board.limit.way_out}",
+                f"{where}: rank {who} is gone or did not answer within {limit.seconds:g} s "
+                f"({_brief(error)}); if it was only slow, {limit.way_out}",
                 silent[0],
             )
         return PeerFailed(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
+from .agree import Board
 from .base import Faintly, Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite import FiniteCheck
 from .issued import Job
 from .late import place_of, pulse, watched
+from .limits import Limit
 from .living import born, ended, leaves, left
 from .peers import Peers
 from .requests import Requests
@@ -56,6 +59,8 @@ class ThreadLane:
         self._failure: BaseException | None = None  # for the trainer
         self._serving: Running | None = None
         self._closed = self._leaving = False
+        self.when_idle: Callable[[], None] = _nothing
+        """Asked now and then while there is nothing to do; on the lane's thread, so it must not wait."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         born(self)
@@ -121,6 +126,22 @@ class ThreadLane:
             return
         self._peers.close()
 
+    @property
+    def board(self) -> Board:
+        return self._peers.board
+
+    def lost_elsewhere(
+        self, where: str, error: BaseException, limit: Limit, let_go: Callable[[], None]
+    ) -> PeerFailed:
+        """A connection that is not the lane's broke, while nothing is under way here. Close all, ``let_go``
+        of those: peers might wait there for this rank. And find out who is lost."""
+        self._peers.report(where, error, raised=False)
+        let_go()
+        self._peers.close()
+        failure = self._peers.diagnose(where, error, limit)
+        self._peers.next_life()
+        return failure
+
     def leave(self) -> None:
         if self._closed:
             return
@@ -139,7 +160,7 @@ class ThreadLane:
 
     @torch.no_grad()
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             self._serve(job)
             del job  # or the last bucket would live until the next one
             with self._lock:
@@ -151,6 +172,14 @@ class ThreadLane:
                 with self._lock:
                     if not self._waiting:
                         self._idle.set()
+
+    def _next(self) -> Job | None:
+        every = pulse(self._peers.timeout)
+        while True:
+            with contextlib.suppress(Empty):
+                return self._jobs.get(timeout=every)
+            with contextlib.suppress(Exception):  # a look must not end the lane
+                self.when_idle()
 
     def _serve(self, job: Job) -> None:
         self._serving = job.running
@@ -252,3 +281,7 @@ class ThreadLane:
             else:
                 job.future.set_result(job.finish(job.running.bucket.flat))
         self._lost.clear()
+
+
+def _nothing() -> None:
+    """Most lanes have nothing else to look at."""
