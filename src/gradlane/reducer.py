@@ -99,10 +99,10 @@ class Reducer(AtWork):
         A gradient that is missing on some ranks counts as zeros there; where all lack it, it stays None.
         Errors are raised here, on all ranks, and leave ``p.grad`` as it was.
         """
-        self._must_be_open()
         model = self._module()
         if model is None:
             raise WrongState("the model of this reducer is gone; make another one for the model you train")
+        self._must_be_open()
         now = dict(model.named_parameters())
         if (wrong := self._changed(now)) is not None:
             self._feed.refuse(wrong, self.strategy)

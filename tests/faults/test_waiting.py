@@ -163,3 +163,42 @@ def test_who_does_not_come_to_attach_is_named_long_before_it_is_an_error():
     for lines in (first, last):
         (line,) = lines
         assert line.startswith("attach: rank 1 has not come (waited 2")
+
+
+def one_gives_up(rank):
+    """Rank 1 fails in the middle of a backward, and closes, while it waits for rank 0; it stays alive."""
+    warnings = Warnings()
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    attachment = gl.attach(ddp, "Sharded(Raw())", timeout=20)
+    for step in range(2):
+        ddp(data(rank, step)).backward()
+    loss = ddp(data(rank, 2))
+    if rank == 1:
+        ddp.module.layers[0].weight.register_hook(fail)  # the last in backward
+    if rank == 0:
+        time.sleep(2.5)
+    began = time.monotonic()
+    with pytest.raises((OSError, gl.PeerFailed)) as caught:
+        loss.backward()
+    attachment.close()
+    seconds = time.monotonic() - began
+    if rank == 1:
+        time.sleep(max(0.0, 11 - seconds))
+    return type(caught.value).__name__, str(caught.value), seconds, [line for _, line in warnings.lines]
+
+
+def fail(gradient):
+    raise OSError("no more memory here")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_who_closes_in_the_middle_of_a_step_does_not_let_the_others_wait(world):
+    """They used to wait for the timeout, or for its end."""
+    outcomes = run_ranks(one_gives_up, world, deadline=40)
+    assert outcomes[1][:2] == ("OSError", "no more memory here")
+    assert "closed while waiting for a peer (Sharded, step 2, bucket 0" in outcomes[1][3][-1]
+    for rank, (name, message, seconds, _) in enumerate(outcomes):
+        assert seconds < 7, message
+        if rank != 1:
+            assert name == "PeerFailed"
+            assert "rank 1 raised WrongState: closed in the middle of this step" in message

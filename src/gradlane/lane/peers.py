@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -180,6 +181,14 @@ class Peers:
         for (_, whose), group in self._groups.items():
             if whose == turn:
                 sever(group)
+
+    def abandon(self, until_ended: Callable[[], None]) -> None:
+        """End what another thread has under way. That drops the groups, and these here are the last to go."""
+        groups = list(self._groups.values())
+        for group in groups:
+            sever(group)
+        until_ended()
+        wait_for_idle_workers()
 
     def drop(self, turn: Turn) -> None:
         """Close the connections of a turn, where nothing is under way: peers that wait for this rank on

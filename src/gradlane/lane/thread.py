@@ -24,10 +24,12 @@ from .finite import FiniteCheck
 from .issued import Job
 from .late import place_of, pulse, watched
 from .limits import Limit
-from .living import born, ended, leaves, left
+from .living import PATIENCE, born, ended, leaves, left
 from .peers import Peers
 from .requests import Requests
 from .span import span
+
+SOON = 1.0  # seconds for what is under way when a lane is closed
 
 
 class ThreadLane:
@@ -114,17 +116,26 @@ class ThreadLane:
         return "idle" if serving is None else serving.where()
 
     def close(self) -> None:
-        """Finish what is under way, end the thread, let go of the connections."""
+        """Finish what is under way, end the thread, let go of the connections. What waits for a peer after a
+        second is given up, and the peers are told."""
         if self._closed:
             return
         self._closed = True
         ended(self)
         self._jobs.put(None)
-        self._thread.join(self._peers.timeout + 5 if self._idle.is_set() else 1)
+        self._thread.join(self._peers.timeout + 5 if self._idle.is_set() else SOON)
         if self._thread.is_alive():
-            log.warning("closed while waiting for a peer (%s); its connections stay open", self.where())
-            return
-        self._peers.close()
+            self._walk_out()
+        else:
+            self._peers.close()
+
+    def _walk_out(self) -> None:
+        where = self.where()
+        log.warning("closed while waiting for a peer (%s); the step is lost on all ranks", where)
+        self._leaving = True
+        leaves(self._thread)
+        self._peers.report(where, WrongState("closed in the middle of this step"), raised=True)
+        self._peers.abandon(lambda: self._thread.join(PATIENCE))
 
     @property
     def board(self) -> Board:
@@ -250,7 +261,8 @@ class ThreadLane:
                 self._peers.group("world", "later", running.bucket.step)
         self._error = (where, error)
         forget_groups(error)
-        self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
+        if not self._leaving:  # else it was told why
+            self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
         self._peers.sever("first")
 
     def _lose_all(self) -> None:
