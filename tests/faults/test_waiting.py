@@ -1,6 +1,7 @@
 """How long a rank waits for another: as long as its process group does, or as its user says. And what it is
 told: an option that it has."""
 
+import signal
 import time
 from datetime import timedelta
 
@@ -15,7 +16,9 @@ from gradlane.lane.limits import limit_of_group, torchs_own
 from gradlane.local import run_ranks
 
 from ..training import build, data
-from .harness import Warnings
+from .faulty import Broken, Faulty, Point, fire
+from .harness import Warnings, leave_the_lost, run
+from .harness import connect as harness_connect
 
 WAYS = ("attach", "reducer", "hook", "powersgd hook")
 LONGER = "give its process group a longer timeout"
@@ -202,3 +205,62 @@ def test_who_closes_in_the_middle_of_a_step_does_not_let_the_others_wait(world):
         if rank != 1:
             assert name == "PeerFailed"
             assert "rank 1 raised WrongState: closed in the middle of this step" in message
+
+
+def dies_before(rank, path, call, folder, world):
+    harness_connect(rank, path, world)
+    story = _dies_before(rank, call, folder, world)
+    leave_the_lost()
+    return story
+
+
+def _dies_before(rank, call, folder, world):
+    ddp = DistributedDataParallel(build())
+    attachment = gl.attach(ddp, "ErrorFeedback(Sharded(Int8()))")  # with the group's own timeout
+    for step in range(2):
+        ddp(data(rank, step)).backward()
+    attachment.save(folder)
+    if rank == world - 1:
+        time.sleep(0.5)
+        fire("kill", 0.0, call)
+    began = time.monotonic()
+    given = "Mean()" if call == "swap" else folder
+    with pytest.raises(gl.PeerLost, match=f"{call}: rank {world - 1} is gone: its conn") as caught:
+        getattr(attachment, call)(given)
+    attachment.close()
+    return caught.value.rank, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("call", "world"), [("save", 3), ("load", 2), ("swap", 3)])
+def test_who_dies_while_the_others_meet_it_is_named_within_seconds(call, world, tmp_path):
+    """It used to look like one that is slow, until the timeout."""
+    story = run(dies_before, world, call, str(tmp_path), world, deadline=40, victim=world - 1)
+    assert story.codes[world - 1] == -signal.SIGKILL
+    assert set(story.results) == set(range(world - 1)), story.failures
+    for lost, seconds in story.results.values():
+        assert lost == world - 1
+        assert seconds < 5
+
+
+def meet_after_a_long_wait(rank, folder):
+    """What asks whether a rank is gone does not disturb it, nor what follows."""
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    attachment = gl.attach(ddp, "ErrorFeedback(Sharded(Int8()))", timeout=20)
+    for step in range(6):
+        if step in (2, 4):
+            if rank == 1:
+                time.sleep(2.6)
+            attachment.save(folder)
+        if step == 5 and rank == 0:
+            time.sleep(1)
+            attachment.strategy = Faulty(attachment.strategy, Point(0, 5, 1, "encoded"))
+        try:
+            ddp(data(rank, step)).backward()
+        except (Broken, gl.PeerFailed) as error:
+            return step, type(error).__name__, getattr(error, "rank", None)
+    return None
+
+
+def test_to_ask_who_is_gone_disturbs_nobody(tmp_path):
+    outcomes = run_ranks(meet_after_a_long_wait, 3, str(tmp_path), deadline=40)
+    assert outcomes == [(5, "Broken", None), (5, "PeerFailed", 0), (5, "PeerFailed", 0)]

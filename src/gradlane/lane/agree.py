@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any
@@ -18,7 +19,13 @@ from .limits import Limit, patience
 from .within import NoAnswer, within
 
 Document = dict[str, Any]
+ASK_EVERY = 1.0  # seconds between two looks at who is gone
 MARGIN = 1.0  # seconds a store may take to answer a last question
+
+
+def nobody(ranks: list[int]) -> list[int]:
+    """Nothing tells who is gone."""
+    return []
 
 
 class Board:
@@ -32,6 +39,8 @@ class Board:
         self.rank = rank
         self.world = world
         self.limit = limit
+        self.gone: Callable[[list[int]], list[int]] = nobody
+        """Which of some ranks that do not come never will; where there are connections that tell."""
         self.host = host_of(store, world)
 
     @property
@@ -86,7 +95,7 @@ class Board:
     def _agree(self, topic: str, document: Document, doing: str) -> tuple[str, list[Document]]:
         self.pin(topic, {**document, "nonce": token_hex(8)})
         began = time.monotonic()
-        pause, told_of = 0.0005, False
+        pause, told_of, asked = 0.0005, False, 0.0
         while True:
             found = [self.read(topic, rank) for rank in range(self.world)]
             if None not in found:
@@ -101,11 +110,19 @@ class Board:
             waited = time.monotonic() - began
             if waited > self.timeout:
                 self._give_up(doing, behind)
+            if waited > asked + ASK_EVERY:
+                asked = waited
+                self._refuse_the_gone(doing, self.gone(behind))
             if waited > patience(self.timeout) and not told_of:
                 told_of = True
                 log.warning("%s: %s not come (waited %.3g s)", doing, have(behind), waited)
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
+
+    def _refuse_the_gone(self, doing: str, gone: list[int]) -> None:
+        if gone:
+            who = ", ".join(map(str, gone))
+            raise PeerLost(f"{doing}: rank {who} is gone: its connections are closed", gone[0])
 
     def _give_up(self, doing: str, missing: list[int]) -> None:
         who = ", ".join(map(str, missing))

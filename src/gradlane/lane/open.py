@@ -68,6 +68,7 @@ def open_lane(
         return _on_stream(group, device, listener, board)
     peers = Peers(board, [note["host"] for note in told], ranks_per_node=ranks_per_node)
     peers.group("world", "first", 0)
+    board.gone = peers.gone
     lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
     return Opened(lane, board, peers.rank, peers.sizes())
 

@@ -16,7 +16,7 @@ from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
 from .limits import Limit
-from .perform import sever
+from .perform import is_closed, sever
 from .within import NoAnswer, within
 from .workers import wait_for_idle_workers
 
@@ -181,6 +181,12 @@ class Peers:
         for (_, whose), group in self._groups.items():
             if whose == turn:
                 sever(group)
+
+    def gone(self, ranks: list[int]) -> list[int]:
+        """Those of them whose connections to this rank are closed, where there are any. Ask while nothing is
+        under way."""
+        group = self._groups.get(("world", "later"))
+        return [] if group is None else [rank for rank in ranks if is_closed(group, rank)]
 
     def abandon(self, until_ended: Callable[[], None]) -> None:
         """End what another thread has under way. That drops the groups, and these here are the last to go."""
