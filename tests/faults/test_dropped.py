@@ -70,7 +70,8 @@ def swapped(rank):
 WAYS = {way.__name__: way for way in (
     attached, attached_in_a_cycle, reduced, compat_state, compat_hook, closed, swapped
 )}  # fmt: skip
-GRID = [(2, way) for way in WAYS] + [(3, "attached"), (3, "reduced")]
+GRID = [(world, way) for way in WAYS for world in (2, 3)]
+QUICK = ((2, "attached_in_a_cycle"), (3, "attached"), (3, "reduced"), (2, "compat_state"), (2, "swapped"))
 
 
 def trained(rank, way):
@@ -101,7 +102,9 @@ def sweep(rank, way, times):
     return before, most, threads_and_descriptors(), alive
 
 
-@pytest.mark.parametrize(("world", "way"), GRID)
+@pytest.mark.parametrize(
+    ("world", "way"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in GRID]
+)
 def test_a_sweep_leaves_nothing_behind(world, way):
     for before, most, after, alive in run_ranks(sweep, world, way, 20, deadline=100):
         assert max(map(int.__sub__, after, before)) <= 0, (before, most, after)
