@@ -121,8 +121,13 @@ def attach(
     _refuse_steps_in_backward(ddp)
     attachment = Attachment(ddp, strategy, settings)
     if port is None:
-        port = _ports[ddp] = _Port()
-        ddp.register_comm_hook(port, gradlane_hook)
+        port = _Port()
+        try:
+            ddp.register_comm_hook(port, gradlane_hook)
+        except BaseException:
+            attachment.close()
+            raise
+        _ports[ddp] = port
         # DDP looks for such optimizers in its first forward, and would register a hook of its own for them.
         _before_first_forward(ddp, _refuse_steps_in_backward)
     port.attachment = attachment

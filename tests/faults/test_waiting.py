@@ -4,6 +4,7 @@ told: an option that it has."""
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane import compat
+from gradlane.integrations import lightning_checkpoints
 from gradlane.lane.limits import limit_of_group, torchs_own
 from gradlane.local import run_ranks
 
@@ -169,6 +171,35 @@ def test_who_does_not_come_to_attach_is_named_long_before_it_is_an_error():
     for lines in (first, last):
         (line,) = lines
         assert line.startswith("attach: rank 1 has not come (waited 2")
+
+
+class Fit:
+    """What Lightning's callback is for a checkpoint, after an exception."""
+
+    def __init__(self, attachment, failure):
+        self.attachment, self.failure = attachment, failure
+
+
+def save_after_an_exception(rank, folder):
+    """Rank 1 raised alone, and does not save: what it was must be seen, not how long a group may wait."""
+    ddp = DistributedDataParallel(build())
+    attachment = gl.attach(ddp, "ErrorFeedback(Sharded(Int8()))")
+    ddp(data(rank, 0)).backward()
+    attachment.close()
+    if rank == 1:
+        time.sleep(3)
+        return None
+    fit, began = Fit(attachment, OSError("no more data here")), time.monotonic()
+    lightning_checkpoints._save_folder(fit, Path(folder, "last.ckpt"))
+    notes = getattr(fit.failure, "__notes__", [str(fit.failure)])  # Python 3.10 has none
+    return notes, time.monotonic() - began
+
+
+def test_a_checkpoint_after_an_exception_does_not_wait_for_those_who_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lightning_checkpoints, "AFTER_FAILURE", 1.0)
+    ([note], seconds), _ = run_ranks(save_after_an_exception, 2, str(tmp_path), deadline=20)
+    assert "last.ckpt is without the memory of the ranks (save: rank 1 did not take part within 1 s" in note
+    assert seconds < 3
 
 
 def one_gives_up(rank):
