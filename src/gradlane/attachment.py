@@ -75,6 +75,7 @@ class Attachment(AtWork):
         self._waits = DdpWaits(ddp, lane, feed, limit=lane.board.limit, of_group=of_group)
         self._watch_no_more = watch_over(ddp, self._waits)
         lane.when_idle = self._waits.look
+        feed.hopeless = self._waits.hopeless
 
     def _layout_to_come(self) -> list[list[str]]:
         with self._waits.during() if self._waits else nullcontext():

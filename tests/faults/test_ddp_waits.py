@@ -163,6 +163,43 @@ def test_a_timeout_ends_ddps_own_waits(wait, victim):
             assert any(f"rank {victim} has not entered the forward" in line for line in lines), lines
 
 
+def lose_one_in_backward(rank, path, how, victim, timeout):
+    connect(rank, path, 3, timeout=60)
+    story = _lose_one_in_backward(rank, how, victim, timeout)
+    leave_the_lost()
+    return story
+
+
+def _lose_one_in_backward(rank, how, victim, timeout):
+    ddp = DistributedDataParallel(build(sometimes=True), find_unused_parameters=True)
+    attachment = gl.attach(ddp, "ErrorFeedback(Sharded(Int8()))", timeout=timeout)
+    for step in range(3):
+        loss = ddp(data(rank, step))
+        if (rank, step) == (victim, 2):
+            time.sleep(0.5)
+            fire(how, 0.0, "backward")
+        began = time.monotonic()
+        try:
+            loss.backward()
+        except gl.PeerLost as error:
+            attachment.close()
+            return error.rank, step, time.monotonic() - began
+    raise AssertionError("nobody was lost")
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"), [("kill", 2), ("stop", 1), pytest.param("kill", 0, marks=pytest.mark.slow)]
+)
+def test_who_is_lost_in_backward_is_not_waited_for_by_ddp(how, victim):
+    """With ``find_unused_parameters`` DDP has a collective at the very end, whatever the lane has found out:
+    torch's error hid ours, and a stall lasted for the timeout of the group."""
+    story = run(lose_one_in_backward, 3, how, victim, 3.0, deadline=40, victim=victim)
+    assert set(story.results) == {0, 1, 2} - {victim}, story.failures
+    for lost, step, seconds in story.results.values():
+        assert (lost, step) == (victim, 2)
+        assert seconds < 9
+
+
 def late_in_join(rank):
     """Rank 2 has no more data, rank 1 comes late to the last step; what the others say."""
     warnings = Warnings()

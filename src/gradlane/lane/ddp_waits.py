@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import PeerLost
 from .late import FORWARD, Place, watch
 from .limits import Limit
 from .perform import sever
@@ -78,6 +79,17 @@ class DdpWaits:
             raise self._lane.lost_elsewhere(where, error, self._limit, self._sever) from error
         finally:
             self._inside = False
+
+    def hopeless(self, failure: BaseException) -> bool:
+        """Whether DDP would wait, at the end of this backward, for a rank that is lost: it compares then
+        which parameters were used. That is ended here, and the model is of no more use."""
+        ddp = self._ddp()
+        if ddp is None or not isinstance(failure, PeerLost):
+            return False
+        if ddp.static_graph or not ddp.find_unused_parameters:
+            return False
+        self._sever()
+        return True
 
     def look(self) -> None:
         """If DDP waits, say who is late until it does so no more; and end it when it has waited too long."""
