@@ -7,7 +7,7 @@ import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -99,7 +99,7 @@ class AtWork(ABC):
         self._unless_closed.atexit = False  # there is ``close_all`` then
         self._swaps = 0
         self._closed = False
-        self._withheld = Withheld(module.named_parameters(), self._synced)
+        self._withheld = Withheld(module.named_parameters(), _weakly(self._synced))
         self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
         self._feed.scaler = settings.scaler
         if settings.verify_every is not None:
@@ -292,6 +292,12 @@ class AtWork(ABC):
     def _must_not_be_in_a_step(self, doing: str) -> None:
         if self._feed.in_step:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
+
+
+def _weakly(asked: Callable[[], bool]) -> Callable[[], bool]:
+    """Whose method it is goes with its model, and is in no cycle."""
+    found = weakref.WeakMethod(asked)
+    return lambda: (own := found()) is None or own()
 
 
 def _model_went(at_work: weakref.ref[AtWork], lane: Lane) -> None:

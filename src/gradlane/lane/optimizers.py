@@ -129,8 +129,8 @@ class Withheld:
 
 
 def _forget_the_dead() -> None:
-    """Those that were dropped and not closed. Not in a finalizer: torch goes through its hooks in every step of
-    an optimizer, and one that is taken away meanwhile would end that."""
+    """Those that were dropped and not closed. Not in a finalizer: torch goes through its hooks in every step
+    of an optimizer, and one that is taken away meanwhile would end that."""
     for me, handles in list(_hooked):
         if me() is None:
             for handle in handles:
