@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,10 +21,13 @@ from .checkpoint.save import save
 from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
 from .core.strategy import Strategy, named_states, shared_state
 from .errors import InvalidValue, WrongState
-from .lane.agree import Document
+from .lane.agree import Board, Document
+from .lane.base import Lane
 from .lane.drift import DriftCheck
 from .lane.feed import Feed
 from .lane.guard import Guard
+from .lane.limits import Limit, checked_timeout, limit_of
+from .lane.living import wait_for_the_leaving
 from .lane.open import Opened, open_lane, refuse_differences
 from .lane.optimizers import Withheld
 from .lane.scaled import Scaler, checked_scaler
@@ -42,7 +47,11 @@ _open: weakref.WeakSet[AtWork] = weakref.WeakSet()
 
 
 class AtWork(ABC):
-    """From the moment the ranks have agreed until ``close``; also a context manager that closes."""
+    """From the moment the ranks have agreed until ``close``; also a context manager that closes.
+
+    What is dropped with its ``owner``, the model, and was not closed, ends by itself a moment later: its
+    thread and its connections go. No rank waits for another then.
+    """
 
     kind: ClassVar[str]
     """What it is, in messages; and how to get another one."""
@@ -50,6 +59,7 @@ class AtWork(ABC):
 
     def __init__(
         self,
+        owner: nn.Module,
         module: nn.Module,
         group: Any,
         device: torch.device,
@@ -80,14 +90,17 @@ class AtWork(ABC):
                     "observer": ready,
                 },
                 parameters=list(map(str, self._parameters)),
-                timeout=settings.timeout,
+                limit=limit_of(settings.timeout, group, device),
                 ranks_per_node=settings.ranks_per_node,
                 doing=doing,
             )
         self._board = opened.board
+        # For those who drop the model, and close nothing: its end is the lane's.
+        self._unless_closed = weakref.finalize(owner, _model_went, weakref.ref(self), opened.lane)
+        self._unless_closed.atexit = False  # there is ``close_all`` then
         self._swaps = 0
         self._closed = False
-        self._withheld = Withheld(module.named_parameters(), self._synced)
+        self._withheld = Withheld(module.named_parameters(), _weakly(self._synced))
         self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
         self._feed.scaler = settings.scaler
         if settings.verify_every is not None:
@@ -159,28 +172,40 @@ class AtWork(ABC):
         ``comm/step/bytes_wire``, ... of the last whole step."""
         return self._ledger.metrics()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, timeout: float | timedelta | None = None) -> None:
         """Write a checkpoint: a folder with one file per rank. Call it on every rank, between the same steps.
 
         A crash at any point leaves the old checkpoint of that folder or the new one. If a rank cannot write
         all ranks raise ``NotSaved``. It holds the step and the memory of the strategy; model and optimizer
         are yours to save. See docs/checkpoints.md. Works after ``close`` too, while the job's store is there.
+
+        The ranks wait for each other, for ``timeout`` seconds if that is not to be what it is in training: a
+        rank may be busy with the model.
         """
         self._must_not_be_in_a_step("save")
+        board = self._allowing(timeout, "save")
         self._feed.settle()
-        save(self._board, Path(path), self._subject(), self._layout_to_come)
+        save(board, Path(path), self._subject(), self._layout_to_come)
 
-    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+    def load(
+        self, path: str | os.PathLike[str], strict: bool = True, *, timeout: float | timedelta | None = None
+    ) -> None:
         """Go on where ``save`` was called, with any number of ranks. Call it on every rank.
 
         Each rank checks all it reads before anything changes; if one refuses all do, naming it. Another
         strategy or another model is refused, unless ``strict`` is False: then what fits by name and shape is
-        kept, and the log says what was left out.
+        kept, and the log says what was left out. ``timeout`` is as for ``save``.
         """
         self._must_be_open()
         with nothing_unspent(self.strategy):
-            loaded = load(self._board, Path(path), self._subject(), strict)
+            loaded = load(self._allowing(timeout, "load"), Path(path), self._subject(), strict)
         self._feed.go_to(loaded.step, loaded.layout)
+
+    def _allowing(self, timeout: float | timedelta | None, doing: str) -> Board:
+        seconds = checked_timeout(timeout) or self._board.timeout
+        return self._board.allowing(
+            Limit(seconds, f"give this call more time on all ranks: {doing}(folder, timeout=3600)")
+        )
 
     def _subject(self) -> Subject:
         text = describe(self.strategy, shared_only=True)
@@ -240,10 +265,16 @@ class AtWork(ABC):
         if self._closed:
             return
         self._closed = True
+        self._unless_closed.detach()
         self._feed.lane.close()
         self._withheld.close()
         self._ledger.close()
         _open.discard(self)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it may not have come far, or the interpreter is about to go
+            if not self._closed:
+                self._ledger.close()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -271,10 +302,26 @@ class AtWork(ABC):
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
 
 
+def _weakly(asked: Callable[[], bool]) -> Callable[[], bool]:
+    """Whose method it is goes with its model, and is in no cycle."""
+    found = weakref.WeakMethod(asked)
+    return lambda: (own := found()) is None or own()
+
+
+def _model_went(at_work: weakref.ref[AtWork], lane: Lane) -> None:
+    """In a finalizer: on any thread, at any time, so without waiting."""
+    lane.leave()
+    if (kept := at_work()) is not None:
+        kept._closed = True
+        with contextlib.suppress(Exception):  # a user's sink
+            kept._ledger.close()
+
+
 def close_all() -> None:
     """Close all that is still open."""
     for at_work in list(_open):
         at_work.close()
+    wait_for_the_leaving()
 
 
 # For those who forget: a lane that is open when the interpreter goes could take it down.

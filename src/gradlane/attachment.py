@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,9 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .at_work import AtWork
 from .core.strategy import Strategy
 from .lane.ddp_feed import DdpFeed
+from .lane.ddp_waits import DdpWaits, watch_over
 from .lane.guard import Guard
+from .lane.limits import limit_of_group
 from .lane.open import Opened
 from .lane.rebuilt import rebuilt_buckets
+from .lane.thread import ThreadLane
 from .settings import Settings
 
 
@@ -33,8 +38,10 @@ class Attachment(AtWork):
         self._ddp = weakref.ref(ddp)
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         self.on_close: Callable[[], None] = _nothing
+        self._watch_no_more: Callable[[], None] = _nothing
+        self._waits: DdpWaits | None = None
         super().__init__(
-            ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
+            ddp, ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
             must_agree={"wrapping": _wrapping(ddp)},
         )  # fmt: skip
 
@@ -44,25 +51,35 @@ class Attachment(AtWork):
     def close(self) -> None:
         self.on_close()
         self.on_close = _nothing
+        self._watch_no_more()
         super().close()
 
     def _fed(self, opened: Opened, guard: Guard) -> DdpFeed:
         model = self._ddp
-        return DdpFeed(
+        feed = DdpFeed(
             opened.lane,
             self._ledger,
             rank=opened.rank,
             sizes=opened.sizes,
-            name_of=self._name_of,
+            name_of=partial(_name_of, self._names),  # not a method: in no cycle, it goes with its model
             count_active=lambda: _counts_active(model()),
             guard=guard,
         )
+        if isinstance(opened.lane, ThreadLane) and (ddp := model()) is not None:
+            self._watch_over(ddp, opened.lane, feed)
+        return feed
 
-    def _name_of(self, index: int, place: int, parameter: Tensor) -> str:
-        return self._names.get(id(parameter)) or f"bucket{index}.{place}"
+    def _watch_over(self, ddp: DistributedDataParallel, lane: ThreadLane, feed: DdpFeed) -> None:
+        """DDP's own collectives: they have no part in the lane, but the same ranks to wait for."""
+        of_group = limit_of_group(ddp.process_group, ddp.device)
+        self._waits = DdpWaits(ddp, lane, feed, limit=lane.board.limit, of_group=of_group)
+        self._watch_no_more = watch_over(ddp, self._waits)
+        lane.when_idle = self._waits.look
+        feed.hopeless = self._waits.hopeless
 
     def _layout_to_come(self) -> list[list[str]]:
-        self._feed.expect(rebuilt_buckets(self._ddp()))
+        with self._waits.during() if self._waits else nullcontext():
+            self._feed.expect(rebuilt_buckets(self._ddp()))
         return super()._layout_to_come()
 
     def _synced(self) -> bool:
@@ -74,6 +91,10 @@ class Attachment(AtWork):
         ddp = self._ddp()
         ignored = () if ddp is None else ddp.parameters_to_ignore
         return {name: p for name, p in super()._alike().items() if name not in ignored}
+
+
+def _name_of(names: dict[int, str], index: int, place: int, parameter: Tensor) -> str:
+    return names.get(id(parameter)) or f"bucket{index}.{place}"
 
 
 def _nothing() -> None:

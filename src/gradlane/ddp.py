@@ -6,6 +6,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .attachment import Attachment
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
-from .lane.base import DEFAULT_TIMEOUT, completed_future
+from .lane.base import completed_future
 from .lane.guard import Policy
 from .lane.scaled import Scaler
 from .report.sink import Observer
@@ -24,13 +25,26 @@ from .strategies.given import as_strategy
 
 
 class _Port:
-    """What DDP keeps for ever: a hook can be registered once, so this one is all it ever sees."""
+    """What DDP keeps for ever: a hook can be registered once, so this one is all it ever sees.
+
+    It does not keep the attachment alive: DDP keeps this in C++, where Python's collector sees nothing, and
+    an observer or a strategy may hold the model. The model itself keeps it, see ``KEPT``.
+    """
 
     def __init__(self) -> None:
-        self.attachment: Attachment | None = None
+        self._attachment: weakref.ref[Attachment] | None = None
 
-    def let_go(self) -> None:
-        self.attachment = None
+    @property
+    def attachment(self) -> Attachment | None:
+        return None if self._attachment is None else self._attachment()
+
+    @attachment.setter
+    def attachment(self, attachment: Attachment | None) -> None:
+        self._attachment = None if attachment is None else weakref.ref(attachment)
+
+
+KEPT = "_gradlane_attachment"
+"""Where a model keeps what is attached to it, for those who do not."""
 
 
 _ports: "weakref.WeakKeyDictionary[DistributedDataParallel, _Port]" = weakref.WeakKeyDictionary()
@@ -60,7 +74,7 @@ def attach(
     strategy: Strategy | str,
     *,
     observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    timeout: float | timedelta | None = None,
     ranks_per_node: int | None = None,
     nonfinite: Policy = "skip",
     scaler: Scaler | None = None,
@@ -77,7 +91,10 @@ def attach(
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
         observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
             ``JsonLines(path)``; or a list of them.
-        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error.
+        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error; by default
+            what the process group itself waits for, 30 minutes if its user said nothing. A rank that is gone
+            is noticed at once whatever it is, and one that is late is named in the log after 10 s. If it is
+            shorter than an evaluation or a save on one rank, that ends the job.
         ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
         nonfinite: what to do in a step whose mean gradient has NaN or infinity in it. "skip": all ranks skip
             it, with a warning; memory is as before, and optimizers of torch leave this model alone; more than
@@ -104,12 +121,18 @@ def attach(
     _refuse_steps_in_backward(ddp)
     attachment = Attachment(ddp, strategy, settings)
     if port is None:
-        port = _ports[ddp] = _Port()
-        ddp.register_comm_hook(port, gradlane_hook)
+        port = _Port()
+        try:
+            ddp.register_comm_hook(port, gradlane_hook)
+        except BaseException:
+            attachment.close()
+            raise
+        _ports[ddp] = port
         # DDP looks for such optimizers in its first forward, and would register a hook of its own for them.
         _before_first_forward(ddp, _refuse_steps_in_backward)
     port.attachment = attachment
-    attachment.on_close = port.let_go
+    vars(ddp)[KEPT] = attachment
+    attachment.on_close = partial(_let_go, weakref.ref(ddp))
     return attachment
 
 
@@ -129,6 +152,12 @@ def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
                 "take a hook of its own for it, and no other. Make the model without it, and call "
                 "optimizer.step() after backward"
             )
+
+
+def _let_go(ddp: "weakref.ref[DistributedDataParallel]") -> None:
+    if (model := ddp()) is not None:
+        _ports[model].attachment = None
+        vars(model).pop(KEPT, None)
 
 
 def _check_model(ddp: object) -> None:

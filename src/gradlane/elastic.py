@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from .errors import InvalidValue, WrongState
 from .lane.agree import Board
-from .lane.base import DEFAULT_TIMEOUT
-from .lane.limits import checked_timeout
+from .lane.limits import Limit, checked_timeout, torchs_own
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 def init_elastic(
-    backend: str | None = None, *, timeout: float | timedelta = DEFAULT_TIMEOUT, **options: Any
+    backend: str | None = None, *, timeout: float | timedelta | None = None, **options: Any
 ) -> None:
     """``init_process_group`` for a worker of torchrun, good for every restart.
 
@@ -29,7 +28,8 @@ def init_elastic(
     Args:
         backend: as for ``init_process_group``: ``"gloo"``, ``"nccl"``, or None for torch's choice.
         timeout: seconds (or a ``timedelta``) for the ranks to meet, and for all collectives of the group;
-            torch's own default is half an hour.
+            torch's own default if None, half an hour. A worker that stalls is restarted after it: more than
+            the longest evaluation or save on one rank is a good choice.
         options: what else ``init_process_group`` takes: ``device_id``, ``pg_options``.
     """
     if taken := sorted({"store", "rank", "world_size", "init_method"} & set(options)):
@@ -45,9 +45,10 @@ def init_elastic(
             "`torchrun --nproc-per-node 2 --max-restarts 3 script.py`, or use "
             "torch.distributed.init_process_group"
         )
-    limit = timedelta(seconds=checked_timeout(timeout))
+    seconds = checked_timeout(timeout)
+    limit = torchs_own(backend) if seconds is None else timedelta(seconds=seconds)
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-    board = Board(store, f"gradlane/elastic/{world}", rank, world, limit.total_seconds())
+    board = Board(store, f"gradlane/elastic/{world}", rank, world, Limit(limit.total_seconds()))
     token, _ = board.agree("attempt", {}, doing="init_elastic")
     dist.init_process_group(
         backend, store=dist.PrefixStore(token, store), rank=rank, world_size=world, timeout=limit, **options

@@ -69,7 +69,6 @@ class Reducer(AtWork):
         **options: Unpack[ScaledOptions],
     ) -> None:
         model = checked_model(model)
-        _close_those_without_a_model()
         if reducer_of(model) is not None:
             raise WrongState("this model has a reducer already; use its swap(strategy), or close() it first")
         if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
@@ -86,13 +85,14 @@ class Reducer(AtWork):
         self._trained = list(trained)
         self._asked: object = strategy
         super().__init__(
-            model, group, one_device(trained), as_strategy(strategy), settings, doing="reduce_gradients",
-            must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
+            model, model, group, one_device(trained), as_strategy(strategy), settings,
+            doing="reduce_gradients", must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
         )  # fmt: skip
         limit = max(1, int(self.bucket_mb * 2**20))
         flags = [name in sparse for name in trained]
         self._parcels = parcels(self._trained, list(trained.values()), flags, limit)
         _kept.append(self)
+        weakref.finalize(model, _drop, weakref.ref(self)).atexit = False
 
     def reduce(self) -> None:
         """Make ``p.grad`` of every parameter what all ranks agree on. Call it after backward, once a step.
@@ -100,10 +100,10 @@ class Reducer(AtWork):
         A gradient that is missing on some ranks counts as zeros there; where all lack it, it stays None.
         Errors are raised here, on all ranks, and leave ``p.grad`` as it was.
         """
-        self._must_be_open()
         model = self._module()
         if model is None:
             raise WrongState("the model of this reducer is gone; make another one for the model you train")
+        self._must_be_open()
         now = dict(model.named_parameters())
         if (wrong := self._changed(now)) is not None:
             self._feed.refuse(wrong, self.strategy)
@@ -180,10 +180,10 @@ def reduce_gradients(
 
 
 def reducer_of(model: nn.Module) -> Reducer | None:
-    return next((reducer for reducer in _kept if reducer._module() is uncompiled(model)), None)
+    return next((reducer for reducer in list(_kept) if reducer._module() is uncompiled(model)), None)
 
 
-def _close_those_without_a_model() -> None:
-    for reducer in list(_kept):
-        if reducer._module() is None:
-            reducer.close()
+def _drop(reducer: weakref.ref[Reducer]) -> None:
+    """Its model is gone, and its lane about to go; in a finalizer, so without waiting."""
+    if (dropped := reducer()) in _kept:
+        _kept.remove(dropped)

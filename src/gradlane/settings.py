@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TypedDict
 
 from .errors import WrongType
-from .lane.base import DEFAULT_TIMEOUT
 from .lane.drift import checked_every
 from .lane.guard import Policy, checked_policy
 from .lane.limits import checked_ranks_per_node, checked_timeout
@@ -20,7 +19,7 @@ class Options(TypedDict, total=False):
     """What ``**options`` may be; ``attach`` says what each does. Frameworks with a scaler give their own."""
 
     observer: Observer | Iterable[Observer] | None
-    timeout: float | timedelta
+    timeout: float | timedelta | None
     ranks_per_node: int | None
     nonfinite: Policy
     verify_every: int | None
@@ -37,7 +36,8 @@ class Settings:
     """Checked, and the same for as long as the strategy is at work."""
 
     observers: tuple[Observer, ...]
-    timeout: float
+    timeout: float | None
+    """Seconds; None: what the process group waits for."""
     ranks_per_node: int | None
     nonfinite: Policy
     scaler: Scaler | None
@@ -46,7 +46,7 @@ class Settings:
 
 def settings_of(
     observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta = DEFAULT_TIMEOUT,
+    timeout: float | timedelta | None = None,
     ranks_per_node: int | None = None,
     nonfinite: str = "skip",
     scaler: Scaler | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,7 @@ SLOWEST = 10e6  # bytes per second that a disk is given time for
 
 def patient(board: Board, size: int) -> Board:
     """The same ranks, with time for a file of this size."""
-    slow = copy.copy(board)
-    slow.timeout += size / SLOWEST
-    return slow
+    return board.allowing(board.limit.plus(size / SLOWEST))
 
 
 def all_leave(board: Board, doing: str) -> None:

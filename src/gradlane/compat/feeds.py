@@ -11,8 +11,8 @@ from torch import Tensor
 from .._version import __version__
 from ..core.strategy import Strategy
 from ..errors import WrongType
-from ..lane.base import DEFAULT_TIMEOUT
 from ..lane.ddp_feed import DdpFeed, NameOf
+from ..lane.limits import limit_of_group
 from ..lane.open import open_lane
 from ..report.ledger import Ledger
 from ..report.sink import Observer
@@ -25,6 +25,16 @@ class _Open(NamedTuple):
     group: "weakref.ref[Any]"
     strategy: "weakref.ref[Strategy]"
     feed: DdpFeed
+    ends: "list[weakref.finalize[..., Any]]"
+    """What ends the lane when one of the two goes."""
+
+    def close(self) -> None:
+        self.detach()
+        self.feed.lane.close()
+
+    def detach(self) -> None:
+        for end in self.ends:
+            end.detach()
 
 
 _open: dict[tuple[int, int], _Open] = {}
@@ -55,26 +65,38 @@ def feed_of(
         return known.feed
     _close_forgotten()
     ledger = Ledger(observers)
+    device = bucket.buffer().device
     opened = open_lane(
         group,
-        bucket.buffer().device,
+        device,
         ledger,
         {"version": __version__, "hook": describe(strategy)},
         parameters=list(parameters),
-        timeout=DEFAULT_TIMEOUT,
+        limit=limit_of_group(group, device),  # that of torch's own hooks
         doing="first use of a gradlane.compat hook",
     )
     feed = DdpFeed(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes, name_of=name_of)
-    _open[id(group), id(strategy)] = _Open(weakref.ref(group), weakref.ref(strategy), feed)
+    key = id(group), id(strategy)
+    ends = [weakref.finalize(whose, _drop, key) for whose in (group, strategy)]
+    for end in ends:
+        end.atexit = False  # there is ``close_all`` then
+    _open[key] = _Open(weakref.ref(group), weakref.ref(strategy), feed, ends)
     return feed
 
 
+def _drop(key: tuple[int, int]) -> None:
+    """The group or the state went; in a finalizer, so without waiting."""
+    if (known := _open.pop(key, None)) is not None:
+        known.detach()
+        known.feed.lane.leave()
+
+
 def _close_forgotten() -> None:
-    """Lanes whose process group has been destroyed since, or whose strategy went with its state."""
-    for key, (group, strategy, feed) in list(_open.items()):
-        if strategy() is None or not _alive(group()):
-            feed.lane.close()
-            del _open[key]
+    """Lanes whose process group has been destroyed since, though something still holds it."""
+    for key, known in list(_open.items()):
+        if not _alive(known.group()):
+            known.close()
+            _open.pop(key, None)
 
 
 def _alive(group: Any) -> bool:
@@ -89,8 +111,8 @@ def _alive(group: Any) -> bool:
 
 def close_all() -> None:
     """Close the lanes of all hooks; ``gradlane.shutdown`` calls it."""
-    for known in _open.values():
-        known.feed.lane.close()
+    for known in list(_open.values()):
+        known.close()
     _open.clear()
 
 

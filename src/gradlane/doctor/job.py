@@ -16,9 +16,10 @@ import torch.distributed as dist
 from ..end import shutdown
 from ..errors import GradlaneError
 from ..lane.agree import Board
+from ..lane.limits import Limit
 from ..lane.open import store_of
 from .finding import Finding
-from .link import TIMEOUT, Measured, measure
+from .link import TIMEOUT, TOGETHER, Measured, measure
 
 MEET = 60.0  # seconds for all ranks of a job to come
 
@@ -42,7 +43,7 @@ def in_a_job() -> bool:
 def look_at_job(look_here: LookHere, strategies: Sequence[str]) -> Seen:
     """The ranks tell each other what they see through the store, before anything is connected."""
     store, rank, world = _met()
-    board = Board(store, "gradlane/doctor", rank, world, MEET)
+    board = Board(store, "gradlane/doctor", rank, world, Limit(MEET, TOGETHER))
     host = socket.gethostname()
     token, told = board.agree("hosts", {"host": host}, doing="doctor")
     hosts = [note["host"] for note in told]

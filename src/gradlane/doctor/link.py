@@ -17,6 +17,7 @@ from ..core.bucket import Bucket, Slot
 from ..core.collectives import Op, all_reduce
 from ..core.events import wire_bytes
 from ..core.strategy import Reduced, Strategy
+from ..lane.limits import Limit
 from ..lane.open import Opened, open_lane
 from ..report.ledger import Ledger
 from ..strategies.text import parse
@@ -30,6 +31,7 @@ PATIENCE = 0.5  # seconds of sending for that, with each strategy
 MOST_REPEATS = 8
 TIMES_SMALL = 30
 TIMEOUT = 20.0
+TOGETHER = "start all ranks at the same time, with nothing else to do"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) ->
     ledger = Ledger()
     opened = open_lane(
         group, device, ledger, {"version": __version__, "strategies": list(strategies)}, parameters=[],
-        timeout=TIMEOUT, doing="doctor",
+        limit=Limit(TIMEOUT, TOGETHER), doing="doctor",
     )  # fmt: skip
     try:
         latency, rate, largest = _carried(opened, device)

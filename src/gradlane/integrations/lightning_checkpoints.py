@@ -15,6 +15,7 @@ from ..at_work import AtWork
 from ..lane.failure import with_note
 
 START_ANEW = "GradientComm(..., resume=False)"
+AFTER_FAILURE = 60.0  # seconds to wait for the others: some of them may be gone
 
 
 class Owner(Protocol):
@@ -56,8 +57,11 @@ def write_folders_beside(strategy: Any, owner: Owner) -> None:
 def _save_folder(owner: Owner, checkpoint: Path) -> None:
     if owner.attachment is None:
         return
+    timeout = owner.attachment.settings.timeout
+    if owner.failure is not None:
+        timeout = min(timeout or AFTER_FAILURE, AFTER_FAILURE)
     try:
-        owner.attachment.save(folder_beside(checkpoint))
+        owner.attachment.save(folder_beside(checkpoint), timeout=timeout)
     except Exception as error:
         if owner.failure is None:
             raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any
@@ -11,11 +13,19 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import PeerLost
+from ..log import log
 from .hosting import host_of
+from .limits import Limit, patience
 from .within import NoAnswer, within
 
 Document = dict[str, Any]
+ASK_EVERY = 1.0  # seconds between two looks at who is gone
 MARGIN = 1.0  # seconds a store may take to answer a last question
+
+
+def nobody(ranks: list[int]) -> list[int]:
+    """Nothing tells who is gone."""
+    return []
 
 
 class Board:
@@ -24,12 +34,25 @@ class Board:
     Notes are JSON: nothing that comes from a peer is unpickled.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, prefix: str, rank: int, world: int, limit: Limit) -> None:
         self._store = dist.PrefixStore(prefix, store)
         self.rank = rank
         self.world = world
-        self.timeout = timeout
+        self.limit = limit
+        self.gone: Callable[[list[int]], list[int]] = nobody
+        """Which of some ranks that do not come never will; where there are connections that tell."""
         self.host = host_of(store, world)
+
+    @property
+    def timeout(self) -> float:
+        """In seconds."""
+        return self.limit.seconds
+
+    def allowing(self, limit: Limit) -> Board:
+        """The same notes and ranks, with another limit."""
+        board = copy.copy(self)
+        board.limit = limit
+        return board
 
     def store(self, topic: str) -> dist.Store:
         """A corner of its own, for a group to find its addresses in."""
@@ -37,7 +60,7 @@ class Board:
 
     def corner(self, token: str) -> Board:
         """The same ranks on a fresh board."""
-        return Board(self.store(token), "board", self.rank, self.world, self.timeout)
+        return Board(self.store(token), "board", self.rank, self.world, self.limit)
 
     def pin(self, topic: str, document: Document) -> None:
         self._store.set(f"{topic}/{self.rank}", json.dumps(document))
@@ -71,8 +94,8 @@ class Board:
 
     def _agree(self, topic: str, document: Document, doing: str) -> tuple[str, list[Document]]:
         self.pin(topic, {**document, "nonce": token_hex(8)})
-        deadline = time.monotonic() + self.timeout
-        pause = 0.0005
+        began = time.monotonic()
+        pause, told_of, asked = 0.0005, False, 0.0
         while True:
             found = [self.read(topic, rank) for rank in range(self.world)]
             if None not in found:
@@ -84,15 +107,32 @@ class Board:
                     return digest[:16], [note for note in found if note is not None]
             else:
                 behind = [rank for rank, note in enumerate(found) if note is None]
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > self.timeout:
                 self._give_up(doing, behind)
+            if waited > asked + ASK_EVERY:
+                asked = waited
+                self._refuse_the_gone(doing, self.gone(behind))
+            if waited > patience(self.timeout) and not told_of:
+                told_of = True
+                log.warning("%s: %s not come (waited %.3g s)", doing, have(behind), waited)
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
+
+    def _refuse_the_gone(self, doing: str, gone: list[int]) -> None:
+        if gone:
+            who = ", ".join(map(str, gone))
+            raise PeerLost(f"{doing}: rank {who} is gone: its connections are closed", gone[0])
 
     def _give_up(self, doing: str, missing: list[int]) -> None:
         who = ", ".join(map(str, missing))
         raise PeerLost(
-            f"{doing}: rank {who} did not take part within {self.timeout:g} s; every rank of the model's "
-            "process group must make this call, in the same order (or raise timeout=)",
+            f"{doing}: rank {who} did not take part within {self.timeout:g} s; every rank of the "
+            "process group must make this call, in the same order. If it was only late (an evaluation, a "
+            f"save of its own), {self.limit.way_out}",
             missing[0],
         )
+
+
+def have(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -24,13 +24,17 @@ def current_backward() -> int | None:
 
 
 def settle_after_backward(
-    lane: Lane, whole: Callable[[], bool], ended: Callable[[float, float], BaseException | None]
+    lane: Lane,
+    whole: Callable[[], bool],
+    ended: Callable[[float, float], BaseException | None],
+    hopeless: Callable[[BaseException], bool],
 ) -> None:
     """At the end of this backward: wait for the lane, then raise what ``ended`` says went wrong.
 
     Not before the step is ``whole``: a reentrant checkpoint ends a backward of its own in the middle,
     and an error there would leave DDP in half a step. ``ended`` is told
-    when backward had computed all, and when the lane was done.
+    when backward had computed all, and when the lane was done. Where it is ``hopeless`` that DDP comes to its
+    end, the error does not wait for that.
     """
     engine = torch.autograd.Variable._execution_engine
 
@@ -41,6 +45,8 @@ def settle_after_backward(
         with span("wait for the lane"):
             lane.drain()
         failure = ended(computed, time.perf_counter())
+        if failure is not None and hopeless(failure):
+            raise failure
         if failure is not None:
             # This callback was queued by the hook, before DDP's own. One queued now comes after it.
             engine.queue_callback(partial(_raise, failure))

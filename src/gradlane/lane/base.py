@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,9 +14,6 @@ from ..core.collectives import Note
 from ..core.events import Event
 from ..core.strategy import Strategy
 from .finite import FiniteCheck
-
-DEFAULT_TIMEOUT = 120.0  # seconds; torch's own is half an hour
-
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -29,6 +27,22 @@ class Listener(Protocol):
 
     def heard(self, event: Event) -> None: ...
     def noted(self, bucket: Bucket, note: Note) -> None: ...
+
+
+class Faintly:
+    """Tells a listener for as long as there is one. A lane's thread keeps its lane, and must not keep those
+    who listen: observers may hold the model whose end is to be the end of the lane."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+
+    def heard(self, event: Event) -> None:
+        if (listener := self._listener()) is not None:
+            listener.heard(event)
+
+    def noted(self, bucket: Bucket, note: Note) -> None:
+        if (listener := self._listener()) is not None:
+            listener.noted(bucket, note)
 
 
 class Lane(Protocol):
@@ -50,6 +64,9 @@ class Lane(Protocol):
     def take_failure(self) -> BaseException | None: ...
     def forget_failure(self) -> None: ...
     def close(self) -> None: ...
+    def leave(self) -> None:
+        """``close`` for finalizers: on any thread, at any time, without waiting and without raising."""
+
     def where(self) -> str: ...
 
 

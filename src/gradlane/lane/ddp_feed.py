@@ -41,6 +41,8 @@ class DdpFeed(Feed):
         super().__init__(lane, book, rank=rank, sizes=sizes, guard=guard)
         self._name_of = name_of
         self._count_active = count_active
+        self.hopeless: Callable[[BaseException], bool] = lambda failure: False
+        """Whether an error must not wait for the end of DDP's own backward, which would not come."""
         self._settled: int | None = None
         self._expected: list[list[str]] = []  # where DDP has rebuilt its buckets since the last step
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
@@ -54,7 +56,7 @@ class DdpFeed(Feed):
         bucket = self.bucket(flat, self._layout(given), given.index(), given.is_last(), joined=not active)
         if active and backward != self._settled:
             # Once for each backward; a checkpointed module runs parts of it in one of their own.
-            settle_after_backward(self.lane, lambda: not self.in_step, self._backward_ended)
+            settle_after_backward(self.lane, lambda: not self.in_step, self._backward_ended, self.hopeless)
             self._settled = backward
         if bucket.is_last:
             self._expected = []

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from ..core.running import Running
 from ..log import log
-from .agree import Board
+from .agree import Board, have
+from .limits import patience
 
-LONGEST = 10.0  # seconds of waiting before anything is said
+ROLL_CALL, FORWARD = -1, -2
+"""In place of a bucket: what a ``Reducer`` begins with, and DDP."""
 PULSE = 1.0  # seconds between two signs of life, at most
 
 
@@ -26,8 +28,8 @@ class Place(NamedTuple):
     doing: str
 
     def __str__(self) -> str:
-        what = f"bucket {self.bucket}" if self.bucket >= 0 else "the roll call"  # of a Reducer
-        return f"{what} of step {self.step}"
+        others = {ROLL_CALL: "the roll call", FORWARD: "the forward"}
+        return f"{others.get(self.bucket, f'bucket {self.bucket}')} of step {self.step}"
 
 
 Where = Callable[[], Place | None]
@@ -50,11 +52,6 @@ class Seen(NamedTuple):
     beat: int
 
 
-def patience(timeout: float) -> float:
-    """Seconds of waiting after which somebody is late: well before it is an error."""
-    return min(LONGEST, timeout / 4)
-
-
 def pulse(timeout: float) -> float:
     return min(PULSE, patience(timeout) / 8)
 
@@ -67,12 +64,17 @@ def watched(board: Board, where: Where) -> Iterator[None]:
     as long as the wait: a store may not answer, and the waiting thread has signals to serve.
     """
     over = threading.Event()
-    watch = _Watch(board, where, over)
-    threading.Thread(target=watch.run, name="gradlane-late", daemon=True).start()
+    watcher = threading.Thread(target=watch, args=(board, where, over), name="gradlane-late", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         over.set()
+
+
+def watch(board: Board, where: Where, over: threading.Event) -> None:
+    """Say what is late until it is ``over``."""
+    _Watch(board, where, over).run()
 
 
 class _Watch:
@@ -126,7 +128,7 @@ def _say(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Boar
     silent = [rank for rank in still if now[rank].place.step >= here.step]
     missing = [rank for rank in others if rank not in moving + silent]
     elsewhere = [rank for rank in moving if now[rank].place[:2] != here[:2]]
-    told = [f"{_ranks(missing)} not entered {here}"] if missing else []
+    told = [f"{have(missing)} not entered {here}"] if missing else []
     told += [f"rank {rank} was in {_at(now[rank].place)} and is silent since" for rank in silent]
     told += [f"rank {rank} is in {_at(now[rank].place)}" for rank in elsewhere]
     if not told:
@@ -136,7 +138,3 @@ def _say(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Boar
 
 def _at(place: Place) -> str:
     return f"{place}, {place.doing}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -15,6 +15,8 @@ from ..core.collectives import SCOPES
 from ..errors import InvalidValue, RanksDisagree, WrongState
 from .agree import Board, Document
 from .base import Lane, Listener
+from .limits import Limit
+from .living import make_room
 from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane
@@ -41,7 +43,7 @@ def open_lane(
     must_agree: Document,
     *,
     parameters: list[str],
-    timeout: float,
+    limit: Limit,
     ranks_per_node: int | None = None,
     doing: str,
 ) -> Opened:
@@ -50,8 +52,9 @@ def open_lane(
     backend = backend_of(group, device)
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
         return _on_stream(group, device, listener, None)
+    make_room()
     serial = _opened.get(group, 0) + 1
-    board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), timeout)
+    board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
     must_agree = {
         **must_agree,
         "parameters": _digest(parameters),
@@ -67,12 +70,13 @@ def open_lane(
         return _on_stream(group, device, listener, board)
     peers = Peers(board, [note["host"] for note in told], ranks_per_node=ranks_per_node)
     peers.group("world", "first", 0)
+    board.gone = peers.gone
     lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
     return Opened(lane, board, peers.rank, peers.sizes())
 
 
 def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board | None) -> Opened:
-    board = board or Board(dist.HashStore(), "alone", 0, 1, 1.0)
+    board = board or Board(dist.HashStore(), "alone", 0, 1, Limit(1.0))
     scopes = SCOPES if group.size() == 1 else ("world",)  # of one rank all are the same
     sizes = dict.fromkeys(scopes, group.size())
     return Opened(StreamLane(group, device, listener), board, group.rank(), sizes)

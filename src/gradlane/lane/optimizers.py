@@ -20,6 +20,7 @@ from .leftover import Leftover
 Called: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 _living: weakref.WeakSet[Withheld] = weakref.WeakSet()
+_hooked: list[tuple[weakref.ref[Withheld], tuple[Any, ...]]] = []
 
 
 class Withheld:
@@ -53,6 +54,8 @@ class Withheld:
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),
         )
+        _forget_the_dead()
+        _hooked.append((me, self._handles))
         _living.add(self)
 
     @property
@@ -120,8 +123,19 @@ class Withheld:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        _hooked[:] = [(me, handles) for me, handles in _hooked if handles is not self._handles]
         self._leftover.end()
         _living.discard(self)
+
+
+def _forget_the_dead() -> None:
+    """Those that were dropped and not closed. Not in a finalizer: torch goes through its hooks in every step
+    of an optimizer, and one that is taken away meanwhile would end that."""
+    for me, handles in list(_hooked):
+        if me() is None:
+            for handle in handles:
+                handle.remove()
+            _hooked.remove((me, handles))
 
 
 def _parameters(optimizer: Any) -> Iterable[Tensor]:

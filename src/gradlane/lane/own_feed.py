@@ -14,9 +14,8 @@ from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
 from .feed import Feed
+from .late import ROLL_CALL
 from .parcel import Parcel
-
-ROLL_CALL = -1  # the index of that bucket: before all others, and not one that strategies see
 
 
 @dataclass
@@ -87,7 +86,7 @@ class OwnFeed(Feed):
             step=self.step,
             rank=self._rank,
             world=self._world,
-            index=ROLL_CALL,
+            index=ROLL_CALL,  # before all others, and not one that strategies see
             is_last=False,
         )
         return self.lane.submit(_RollCall(wrong), bucket)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from ..core.collectives import Scope
 from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .agree import Board, Document
-from .perform import sever
+from .limits import Limit
+from .perform import is_closed, sever
 from .within import NoAnswer, within
 from .workers import wait_for_idle_workers
 
@@ -110,8 +112,10 @@ class Peers:
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
             within(SOON, lambda: self.board.pin(f"life{self._life}/failed", told), "the store")
 
-    def diagnose(self, where: str, error: BaseException) -> PeerFailed:
-        """Why a connection broke: a peer that raised, a peer that is silent, or just the network."""
+    def diagnose(self, where: str, error: BaseException, limit: Limit | None = None) -> PeerFailed:
+        """Why a connection broke: a peer that raised, a peer that is silent, or just the network. It was
+        waited for until the ``limit``, if that is not the lane's own."""
+        limit = limit or self.board.limit
         told: dict[int, Document] = {}
         try:
             within(ALIVE, lambda: self.board.read("alive", self.rank), "the store")
@@ -121,7 +125,7 @@ class Peers:
             if host.rank not in told:  # else it has lost the same rank as this one, and ended meanwhile
                 return PeerLost(
                     f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)}); "
-                    f"{host.who} is gone or did not answer within {self.timeout:g} s",
+                    f"{host.who} is gone or did not answer within {limit.seconds:g} s",
                     host.rank,
                 )
         self._let_all_hear(told)
@@ -136,8 +140,8 @@ class Peers:
         if silent:
             who = ", ".join(map(str, silent))
             return PeerLost(
-                f"{where}: rank {who} is gone or did not answer within {self.timeout:g} s ({_brief(error)}); "
-                "if it was only slow, raise timeout=",
+                f"{where}: rank {who} is gone or did not answer within {limit.seconds:g} s "
+                f"({_brief(error)}); if it was only slow, {limit.way_out}",
                 silent[0],
             )
         return PeerFailed(
@@ -177,6 +181,20 @@ class Peers:
         for (_, whose), group in self._groups.items():
             if whose == turn:
                 sever(group)
+
+    def gone(self, ranks: list[int]) -> list[int]:
+        """Those of them whose connections to this rank are closed, where there are any. Ask while nothing is
+        under way."""
+        group = self._groups.get(("world", "later"))
+        return [] if group is None else [rank for rank in ranks if is_closed(group, rank)]
+
+    def abandon(self, until_ended: Callable[[], None]) -> None:
+        """End what another thread has under way. That drops the groups, and these here are the last to go."""
+        groups = list(self._groups.values())
+        for group in groups:
+            sever(group)
+        until_ended()
+        wait_for_idle_workers()
 
     def drop(self, turn: Turn) -> None:
         """Close the connections of a turn, where nothing is under way: peers that wait for this rank on

@@ -22,6 +22,7 @@ CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
 HASTE = timedelta(seconds=0.1)  # for transfers of a step that is lost
 AT_ONCE = timedelta(milliseconds=10)
 NO_TAG_OF_OURS = 1  # messages have 0
+NOBODY_READS = 1_000_003
 REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -110,6 +111,16 @@ def sever(group: Any) -> None:
         for peer in others:  # those that are closed already close no other
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(AT_ONCE)
+
+
+def is_closed(group: Any, peer: int) -> bool:
+    """Whether the connection to a peer is closed: to begin a message fails at once then. Nobody reads it, and
+    until it is read only its announcement goes out."""
+    try:
+        group.send([torch.zeros(1, dtype=torch.uint8)], peer, NOBODY_READS)
+    except RuntimeError:
+        return True
+    return False
 
 
 def perform_on_stream(group: Any, request: Request, divisor: int) -> object:

@@ -85,7 +85,8 @@ class Requests:
         if first != last:
             raise RanksDisagree(
                 f"the ranks are in different steps, from {first} to {last}: one of them ran a backward "
-                "pass more than another; every rank must take the same number of steps, or use join()"
+                "pass more than another; every rank must take the same number of steps (DDP has join() for "
+                "uneven data)"
             )
 
     def end(self, step: int) -> None:

@@ -16,7 +16,7 @@ from ..core.events import Event, Timing
 from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
-from .base import Finish, Listener, same
+from .base import Faintly, Finish, Listener, same
 from .finite import FiniteCheck
 from .perform import perform_on_stream
 from .span import span
@@ -39,7 +39,7 @@ class StreamLane:
     def __init__(self, group: Any, device: torch.device, listener: Listener) -> None:
         self.check = FiniteCheck()
         self._group = group
-        self._listener = listener
+        self._listener = Faintly(listener)
         self._device = device
         self._stream = torch.Stream(device) if device.type in ("cuda", "xpu") else None
         self._failure: BaseException | None = None
@@ -130,3 +130,6 @@ class StreamLane:
 
     def close(self) -> None:
         self._group = None
+
+    def leave(self) -> None:
+        self.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -16,15 +17,19 @@ from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
-from .base import Finish, Listener, same
+from .agree import Board
+from .base import Faintly, Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite import FiniteCheck
 from .issued import Job
 from .late import place_of, pulse, watched
-from .living import born, ended
+from .limits import Limit
+from .living import PATIENCE, born, ended, leaves, left
 from .peers import Peers
 from .requests import Requests
 from .span import span
+
+SOON = 1.0  # seconds for what is under way when a lane is closed
 
 
 class ThreadLane:
@@ -43,7 +48,7 @@ class ThreadLane:
         self.check = FiniteCheck()
         self._peers = peers
         self._requests = Requests(peers)
-        self._listener = listener
+        self._listener = Faintly(listener)
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -55,7 +60,9 @@ class ThreadLane:
         self._lost: list[Job] = []  # jobs of the failed step, until its connections are closed
         self._failure: BaseException | None = None  # for the trainer
         self._serving: Running | None = None
-        self._closed = False
+        self._closed = self._leaving = False
+        self.when_idle: Callable[[], None] = _nothing
+        """Asked now and then while there is nothing to do; on the lane's thread, so it must not wait."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         born(self)
@@ -109,21 +116,62 @@ class ThreadLane:
         return "idle" if serving is None else serving.where()
 
     def close(self) -> None:
-        """Finish what is under way, end the thread, let go of the connections."""
+        """Finish what is under way, end the thread, let go of the connections. What waits for a peer after a
+        second is given up, and the peers are told."""
         if self._closed:
             return
         self._closed = True
         ended(self)
         self._jobs.put(None)
-        self._thread.join(self._peers.timeout + 5 if self._idle.is_set() else 1)
+        self._thread.join(self._peers.timeout + 5 if self._idle.is_set() else SOON)
         if self._thread.is_alive():
-            log.warning("closed while waiting for a peer (%s); its connections stay open", self.where())
-            return
+            self._walk_out()
+        else:
+            self._peers.close()
+
+    def _walk_out(self) -> None:
+        where = self.where()
+        log.warning("closed while waiting for a peer (%s); the step is lost on all ranks", where)
+        self._leaving = True
+        leaves(self._thread)
+        self._peers.report(where, WrongState("closed in the middle of this step"), raised=True)
+        self._peers.abandon(lambda: self._thread.join(PATIENCE))
+
+    @property
+    def board(self) -> Board:
+        return self._peers.board
+
+    def lost_elsewhere(
+        self, where: str, error: BaseException, limit: Limit, let_go: Callable[[], None]
+    ) -> PeerFailed:
+        """A connection that is not the lane's broke, while nothing is under way here. Close all, ``let_go``
+        of those: peers might wait there for this rank. And find out who is lost."""
+        self._peers.report(where, error, raised=False)
+        let_go()
         self._peers.close()
+        failure = self._peers.diagnose(where, error, limit)
+        self._peers.next_life()
+        return failure
+
+    def leave(self) -> None:
+        if self._closed:
+            return
+        self._closed = self._leaving = True
+        leaves(self._thread)
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+            if self._leaving:  # nobody waits for this thread: it cleans up itself
+                self._peers.close()
+                ended(self)
+        finally:
+            left(self._thread)
 
     @torch.no_grad()
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
             self._serve(job)
             del job  # or the last bucket would live until the next one
             with self._lock:
@@ -135,6 +183,14 @@ class ThreadLane:
                 with self._lock:
                     if not self._waiting:
                         self._idle.set()
+
+    def _next(self) -> Job | None:
+        every = pulse(self._peers.timeout)
+        while True:
+            with contextlib.suppress(Empty):
+                return self._jobs.get(timeout=every)
+            with contextlib.suppress(Exception):  # a look must not end the lane
+                self.when_idle()
 
     def _serve(self, job: Job) -> None:
         self._serving = job.running
@@ -205,7 +261,8 @@ class ThreadLane:
                 self._peers.group("world", "later", running.bucket.step)
         self._error = (where, error)
         forget_groups(error)
-        self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
+        if not self._leaving:  # else it was told why
+            self._peers.report(where, cause, raised=not isinstance(error, ConnectionBroke | PeerFailed))
         self._peers.sever("first")
 
     def _lose_all(self) -> None:
@@ -236,3 +293,7 @@ class ThreadLane:
             else:
                 job.future.set_result(job.finish(job.running.bucket.flat))
         self._lost.clear()
+
+
+def _nothing() -> None:
+    """Most lanes have nothing else to look at."""

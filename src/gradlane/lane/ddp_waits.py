@@ -1,0 +1,179 @@
+"""DDP's own collectives, outside of the lane: buckets in the second forward, buffers in each, ``join``.
+
+They are torch's, on the model's process group, and wait for its timeout without a word. Here is who watches
+them: the lane's thread while it has nothing to do. The stack of the training thread tells where DDP waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import PeerLost
+from .late import FORWARD, Place, watch
+from .limits import Limit
+from .perform import sever
+from .thread import ThreadLane
+
+REBUILD = "in DDP's rebuild of its buckets"
+BUFFERS = "in DDP's broadcast of buffers"
+JOIN = "in DDP's join()"
+DOING = {
+    "_pre_forward": REBUILD,
+    "rebuilt_buckets": REBUILD,  # ours, before a checkpoint
+    "_sync_buffers": BUFFERS,
+    "_check_and_sync_module_buffers": BUFFERS,
+    "_check_global_requires_backward_grad_sync": JOIN,
+    "_sync_final_model": JOIN,
+    "main_hook": JOIN,
+    "notify_join_context": JOIN,
+    "_get_num_nonjoined_procs": JOIN,
+    "_notify_procs_to_terminate": JOIN,
+}
+"""What torch does in these functions of its own."""
+BROKEN = ("gloo", "pair closure", "onnection")
+"""What is in Gloo's errors: its files, mostly, which are in no other error of DDP's."""
+FILES = ("nn/parallel/distributed.py", "distributed/algorithms/join.py", "lane/rebuilt.py")
+
+
+class DdpWaits:
+    """Of one model: who is late to them is logged, they end after the limit, and in a lost peer if they fail.
+
+    It keeps neither the model nor who counts its steps.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, lane: ThreadLane, steps: Any, *, limit: Limit, of_group: Limit
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._lane = lane
+        self._steps = weakref.ref(steps)
+        self._shorter = limit.seconds < of_group.seconds  # else the group ends its waits itself
+        self._limit = limit if self._shorter else of_group
+        self._trainer = threading.get_ident()
+        self._inside = False  # of what can be told from other code by where it begins and ends
+        self._seen: Place | None = None
+        self._since = 0.0
+        self._watching = False
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """Something of DDP's that has collectives in it. A connection that breaks is a lost peer."""
+        self._trainer = threading.get_ident()
+        self._inside = True
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(words in str(error) for words in BROKEN):
+                raise
+            where = f"{Place(self._step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
+            raise self._lane.lost_elsewhere(where, error, self._limit, self._sever) from error
+        finally:
+            self._inside = False
+
+    def hopeless(self, failure: BaseException) -> bool:
+        """Whether DDP would wait, at the end of this backward, for a rank that is lost: it compares then
+        which parameters were used. That is ended here, and the model is of no more use."""
+        ddp = self._ddp()
+        if ddp is None or not isinstance(failure, PeerLost):
+            return False
+        if ddp.static_graph or not ddp.find_unused_parameters:
+            return False
+        self._sever()
+        return True
+
+    def look(self) -> None:
+        """If DDP waits, say who is late until it does so no more; and end it when it has waited too long."""
+        place, now = self.place(), time.monotonic()
+        if place != self._seen:
+            self._seen, self._since = place, now
+        if place is None:
+            return
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="gradlane-late", daemon=True).start()
+        if self._shorter and now - self._since > self._limit.seconds:
+            self._since = now
+            self._sever()
+
+    def place(self) -> Place | None:
+        ddp = self._ddp()
+        if ddp is None or not (self._inside or ddp._join_config.enable):
+            return None
+        doing = _doing(_outwards(sys._current_frames().get(self._trainer)))
+        return None if doing is None else Place(self._step(), -1, FORWARD, doing)
+
+    def _watch(self) -> None:
+        over = threading.Event()
+
+        def where() -> Place | None:
+            if (place := self.place()) is None:
+                over.set()
+            return place
+
+        try:
+            watch(self._lane.board, where, over)
+        finally:
+            self._watching = False
+
+    def _sever(self) -> None:
+        """Close the connections of DDP's own group, here and for all who wait for this rank there: else they
+        would wait for the group's own timeout."""
+        if (ddp := self._ddp()) is not None:
+            sever(ddp.process_group._get_backend(torch.device("cpu")))
+
+    def _step(self) -> int:
+        steps = self._steps()
+        return -1 if steps is None else int(steps.step)
+
+
+def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], None]:
+    """Look at what DDP does before each forward; what is returned ends that."""
+    model = weakref.ref(ddp)
+
+    def pre_forward(*inputs: Any, **kwargs: Any) -> Any:
+        own: Any = model()
+        with waits.during():
+            return type(own)._pre_forward(own, *inputs, **kwargs)
+
+    def undo() -> None:
+        if (own := model()) is not None:
+            vars(own).pop("_pre_forward", None)
+
+    vars(ddp)["_pre_forward"] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        pre_forward, recursive=False
+    )
+    return undo
+
+
+def _doing(frames: Iterator[FrameType]) -> str | None:
+    """What the first of these frames that is DDP's own communication does."""
+    for frame in frames:
+        doing = DOING.get(frame.f_code.co_name)
+        if doing is not None and frame.f_code.co_filename.replace("\\", "/").endswith(FILES):
+            return doing
+    return None
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frames_of(error: BaseException) -> Iterator[FrameType]:
+    """The innermost first."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return reversed(frames)
