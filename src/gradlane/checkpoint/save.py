@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..core.across import Fits
 from ..core.strategy import named_states
+from ..core.stray import refuse_stray
 from ..errors import InvalidValue, NotSaved, RanksDisagree
 from ..lane.agree import Board, Document
 from ..lane.open import refuse_differences
@@ -50,6 +51,7 @@ def save(board: Board, path: Path, subject: Subject, layout: Callable[[], Layout
 
 
 def _write_own(path: Path, name: str, token: str, board: Board, subject: Subject) -> Document:
+    refuse_stray(subject.strategy)
     state = subject.strategy.state_dict()
     slots, parts = slots_of(subject.parameters), list(named_states(subject.strategy))
     for leaf in parts:

@@ -10,8 +10,8 @@ class Scratch:
     """One bucket's buffers, by use.
 
     A message as large as a bucket costs more to allocate (the pages are new every time) than to fill.
-    Scratch belongs to the bucket, not to the strategy: two models may share a strategy and be under
-    way at the same time.
+    Scratch belongs to the bucket, not to the strategy: two models may share a strategy that keeps nothing,
+    and be under way at the same time.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InvalidValue
 from .across import OneField, carried
 from .bucket import Bucket
+from .home import let_go
 
 
 class Stateful(Protocol):
@@ -82,6 +83,10 @@ class Strategy(ABC):
     async def reduce(self, bucket: Bucket) -> Reduced:
         """Await collectives until every rank holds the same gradient."""
 
+    def check_world(self, world: int) -> None:  # noqa: B027  most have nothing against any
+        """Refuse a number of ranks with which no step can be taken; asked before the first one. Of this
+        strategy alone: those inside are asked for themselves."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state of every field that has some, recursively; empty for a strategy without."""
         found = ((name, field.state_dict()) for name, field in stateful_fields(self))
@@ -96,6 +101,7 @@ class Strategy(ABC):
             )
         for name, field in fields.items():
             field.load_state_dict(state.get(name, {}))
+            let_go(field)
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
@@ -139,6 +145,12 @@ def parts(strategy: Strategy) -> Iterator[Strategy]:
     for _, field in stateful_fields(strategy):
         if isinstance(field, Strategy):
             yield from parts(field)
+
+
+def check_world(strategy: Strategy, world: int) -> None:
+    """Refuse a number of ranks that is impossible for any part of the strategy."""
+    for part in parts(strategy):
+        part.check_world(world)
 
 
 class Leaf(NamedTuple):

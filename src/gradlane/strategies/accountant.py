@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -71,6 +71,9 @@ class Spent(Shared):
 
     undoable = False
 
+    lasts: ClassVar[bool] = True
+    """It is about the data, whatever model learns from it: nothing begins it anew."""
+
     def __init__(self, noise: float, sampling: float) -> None:
         self.noise = noise
         self.sampling = sampling
@@ -84,6 +87,10 @@ class Spent(Shared):
 
     def undo(self) -> None:
         self._before = self.steps = self._before + 1
+
+    def is_like(self, other: Spent) -> bool:
+        """Whether their steps can be added up."""
+        return (self.noise, self.sampling) == (other.noise, other.sampling)
 
     def state_dict(self) -> dict[str, Any]:
         return {"noise": self.noise, "sampling": self.sampling, "steps": self.steps}
