@@ -18,6 +18,7 @@ from .errors import WrongState, WrongType
 from .lane.base import DEFAULT_TIMEOUT, completed_future
 from .lane.guard import Policy
 from .lane.scaled import Scaler
+from .lane.sharded import refuse_sharded
 from .report.sink import Observer
 from .settings import settings_of
 from .strategies.given import as_strategy
@@ -141,6 +142,10 @@ def _check_model(ddp: object) -> None:
         inner = getattr(ddp, "_orig_mod", None)
         if isinstance(inner, DistributedDataParallel):
             raise WrongType("attach to the DDP model itself, before or after torch.compile(ddp) took it")
+        if isinstance(ddp, torch.nn.Module):
+            refuse_sharded(
+                ddp, "without FSDP, wrap it in DistributedDataParallel instead, and attach to that"
+            )
         raise WrongType(
             f"attach needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first: "
             "ddp = DistributedDataParallel(model)"
