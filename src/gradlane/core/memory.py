@@ -134,7 +134,11 @@ class Memory:
         return room if fits and room is not None else torch.empty_like(like)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Keep this very tensor; do not write to one that was put before (see ``blank``)."""
+        """Keep this very tensor; do not write to one that was put before (see ``blank``).
+
+        It must be your own: ``bucket.flat``, ``bucket.empty(...)`` and what ``all_gather`` and ``all_to_all``
+        answer are written over by the next step, with something else on every rank. Clone them.
+        """
         if self.undoable:
             self._replaced.setdefault(name, self._single.get(name))
         self._single[name] = tensor

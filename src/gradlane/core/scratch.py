@@ -22,3 +22,7 @@ class Scratch:
         if kept is None or kept.numel() != numel:
             kept = self._kept[(key, dtype, device)] = torch.empty(numel, dtype=dtype, device=device)
         return kept
+
+    def buffers(self) -> list[Tensor]:
+        """All that there are; the next step may write anything to them."""
+        return list(self._kept.values())

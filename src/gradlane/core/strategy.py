@@ -73,6 +73,9 @@ class Strategy(ABC):
     """Whether the answer depends on nothing but the sum of what the ranks give in this step, and on what all
     know: no memory of a rank's own, nothing rounded to codes before the sum. Of a wrapper: if so inside."""
 
+    alike: ClassVar[bool] = True
+    """Whether all ranks get the same bits, which replicas need. ``Noop`` says no."""
+
     @property
     def averages(self) -> bool:
         """Whether the answer is the mean of what the ranks say they ``sent``, but for the rounding of fp32.
