@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -238,9 +239,19 @@ def test_a_most_that_cannot_be_is_refused():
     data=st.data(),
 )
 def test_no_share_is_larger_than_it_may_be(ranks, most, data):
-    """Also beside next to nothing, where 1 - 3 / 3 is a divisor."""
     weight = st.sampled_from([0.0, 1e-12, 1e-6, 1.0, 1.0, 3.0, 1e12]) | st.floats(1e-12, 1e12)
-    weights = [1.0, *(data.draw(weight) for _ in range(ranks - 1))]
+    keeps_to_it([1.0, *(data.draw(weight) for _ in range(ranks - 1))], most)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 9])
+def test_nor_beside_a_rank_of_next_to_no_weight(ranks):
+    """n ranks that may have 1/n each, and one more: 1 - n / n was a divisor, where rounding let it be one."""
+    chance = random.Random(ranks)
+    for _ in range(3000):
+        keeps_to_it([10 ** chance.uniform(0, 9) for _ in range(ranks)] + [1e-12], 1 / ranks)
+
+
+def keeps_to_it(weights, most):
     found = shares(weights, most)
     assert sum(found) == pytest.approx(1)
     assert [share > 0 for share in found] == [weight > 0 for weight in weights]
