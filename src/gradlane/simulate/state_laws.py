@@ -114,24 +114,23 @@ def _residuals(case: Case, ranks: Simulation) -> Mapping[str, Tensor]:
 
 def nothing_is_lost(case: Case) -> Iterator[str]:
     """Where there is a residual: what arrived and the residual are what was given, summed over the steps."""
-    if case.residual is None:
-        return
-    world = next(world for world in (2, *case.worlds) if world in case.worlds)
-    ranks = case.ranks(world)
-    given = [case.gradients(world, step) for step in range(2 * HALF)]
-    arrived = case.run(ranks, 0, 2 * HALF)
-    kept = [case.residual(own) for own in ranks.strategies]
-    for name, shape in case.shapes.items():
-        total = sum((own[name].double() for step in given for own in step), torch.zeros(shape).double())
-        here = sum((world * step[0][name].double() for step in arrived), torch.zeros(shape).double())
-        here = sum((own[name].double() for own in kept if name in own), here)
-        off = (total - here).abs().max().item() if total.numel() else 0.0
-        if not off <= _slack(case.strategy) * math.sqrt(world * 2 * HALF):
-            yield (
-                f"world={world}, {2 * HALF} steps: what arrived of {name!r} and the residual are {off:.2g} "
-                "away from what was given; Reduced.sent must be what others saw, and their mean the answer"
-            )
-            return
+    for world in sorted({2, case.several} & set(case.worlds)) if case.residual is not None else ():
+        ranks = case.ranks(world)
+        given = [case.gradients(world, step) for step in range(2 * HALF)]
+        arrived = case.run(ranks, 0, 2 * HALF)
+        kept = _residuals(case, ranks)
+        for name, shape in case.shapes.items():
+            total = sum((own[name].double() for step in given for own in step), torch.zeros(shape).double())
+            here = sum((world * step[0][name].double() for step in arrived), torch.zeros(shape).double())
+            missing = total - here - kept.get(name, torch.zeros(()))
+            off = missing.abs().max().item() if missing.numel() else 0.0
+            if not off <= _slack(case.strategy) * math.sqrt(world * 2 * HALF):
+                yield (
+                    f"world={world}, {2 * HALF} steps: what arrived of {name!r} and the residual are "
+                    f"{off:.2g} away from what was given; Reduced.sent must be what others saw, and their "
+                    "mean the answer"
+                )
+                return
 
 
 def _slack(strategy: Strategy) -> float:
