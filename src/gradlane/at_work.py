@@ -95,6 +95,7 @@ class AtWork(ABC):
             )
         claim(strategy, self._home)
         self._board = opened.board
+        self._world = opened.sizes["world"]
         self._swaps = 0
         self._withheld = Withheld(module.named_parameters(), self._synced)
         self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
@@ -156,7 +157,7 @@ class AtWork(ABC):
         self._feed.settle()
         strategy = as_strategy(strategy)
         told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
-        against = objection_to(strategy, self._module(), self._board.world, self._home)
+        against = objection_to(strategy, self._module(), self._world, self._home)
         note = {**told, "objection": as_note(against)}
         _, all_told = self._board.agree(f"swap{self._swaps}", note, doing="swap")
         self._swaps += 1

@@ -1,6 +1,7 @@
 """One state, one model: what a strategy keeps of a model never goes into another one by accident."""
 
 import copy
+import pickle
 from dataclasses import dataclass, field
 
 import pytest
@@ -105,8 +106,8 @@ def again(rank, folder):
     told["again"] = refusal(gl.attach, fresh, strategy, timeout=20)
     told["a copy"] = refusal(gl.attach, fresh, copy.deepcopy(strategy), timeout=20)
     told["a reducer"] = refusal(gl.Reducer, critic(), strategy, timeout=20)
-    # The same model goes on with what it is owed.
-    with gl.attach(DistributedDataParallel(model), strategy, timeout=20):
+    # The same model goes on with what it is owed, in another wrapper too.
+    with gl.attach(DistributedDataParallel(nn.Sequential(*model)), strategy, timeout=20):
         assert torch.equal(strategy.state_dict()["memory"]["0.weight"], kept["0.weight"])
     # On purpose: by the new attachment, from a checkpoint, or into the strategy beforehand.
     with gl.attach(fresh, FEEDBACK, timeout=20) as new:
@@ -127,7 +128,10 @@ def again(rank, folder):
     for _ in range(2):
         gl.attach(DistributedDataParallel(critic()), unused, timeout=20).close()
     strategy.load_state_dict({})
-    gl.attach(DistributedDataParallel(critic()), strategy, timeout=20).close()
+    ddp = DistributedDataParallel(critic())
+    with gl.attach(ddp, strategy, timeout=20):
+        stepped(ddp, rank, 1)
+    assert pickle.loads(pickle.dumps(strategy)).state_dict().keys() == {"memory"}
     return told
 
 
@@ -180,8 +184,8 @@ def swaps(rank):
         stepped(ddp, rank)
         first = attachment.strategy
         owed = first.state_dict()["memory"]
-        attachment.swap("After(1, Cast(ErrorFeedback(Sharded(Int4(block=32))), bfloat16))")
-        now = attachment.strategy.then.inner.state_dict()["memory"]
+        attachment.swap("After(1, ErrorFeedback(Sharded(Int4(block=32))))")
+        now = attachment.strategy.then.state_dict()["memory"]
         found["moved"] = (
             all(torch.equal(now[name], owed[name]) for name in owed) and now.keys() == owed.keys()
         )
@@ -283,4 +287,4 @@ def test_a_tensor_in_a_plain_attribute_is_told(tmp_path):
         assert "Momentum.momentum holds a tensor of float32[49]" in lines[0]
         assert "Momentum.momentum holds" in told["state_dict"][1]
         assert "Momentum.momentum holds" in told["save"][1]
-        assert told["save"][0] == "NotSaved"
+        assert told["save"][0] == "WrongState"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from ..errors import WrongState
 from .home import Home, home_of, settle_in
 from .strategy import Strategy, is_stateful, named_states, options, parts
@@ -22,7 +24,7 @@ def held(strategy: Strategy) -> Iterator[tuple[str, object]]:
                 yield f"{type(part).__name__}.{name}", value
 
 
-def refuse_foreign(strategy: Strategy, model: object, own: Home | None = None) -> None:
+def refuse_foreign(strategy: Strategy, model: nn.Module | None, own: Home | None = None) -> None:
     """Refuse what is at work elsewhere, or still has what another model's steps left in it.
 
     ``own`` is where it may be at work. A state whose ``lasts`` is true counts what was done whatever the

@@ -6,6 +6,8 @@ import contextlib
 import weakref
 from typing import Any, Protocol
 
+from torch import nn
+
 MARK = "_gradlane_home"
 
 
@@ -19,18 +21,22 @@ class Owner(Protocol):
 class Home:
     """One for each attachment or reducer; every state of its strategy has it as its mark.
 
-    It knows both weakly, and nothing at all after a trip through pickle: a state that comes from another
-    process is anybody's.
+    It knows it and the model weakly, and nothing at all after a trip through pickle: a state that comes from
+    another process is anybody's.
     """
 
-    def __init__(self, owner: Owner | None = None, model: object = None) -> None:
+    def __init__(self, owner: Owner | None = None, model: nn.Module | None = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        self._model = None if model is None else weakref.ref(model)
+        self._parameters = [] if model is None else [weakref.ref(p) for p in model.parameters()]
         self.used = False
         """A step was begun there, or a checkpoint loaded."""
 
-    def is_of(self, model: object) -> bool:
-        return self._model is None or self._model() is model
+    def is_of(self, model: nn.Module | None) -> bool:
+        """Whether it has parameters of that model, in whatever wrapper."""
+        if not self._parameters or model is None:
+            return True
+        theirs = {id(parameter) for parameter in model.parameters()}
+        return any(id(parameter()) in theirs for parameter in self._parameters)
 
     def works_with(self, state: object) -> bool:
         owner = None if self._owner is None else self._owner()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def describe(value: object, *, short: bool = False, shared_only: bool = False) -
         return _describe_part(value, short, shared_only, told)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, Tensor):  # no page of numbers; ``attach`` refuses it (core/stray.py)
-        return f"<tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"
+    if isinstance(value, Tensor):
+        return _tensor(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {told(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -51,6 +52,16 @@ def describe(value: object, *, short: bool = False, shared_only: bool = False) -
     if type(value).__repr__ is object.__repr__:
         return f"<{type(value).__qualname__}>"
     return repr(value)
+
+
+def _tensor(value: Tensor) -> str:
+    """No page of numbers, and the same for the same ones: the table of a codec, say. As an attribute of a
+    strategy ``attach`` refuses it (core/stray.py)."""
+    kind = f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if value.device.type == "meta" or value.is_sparse:
+        return f"<{kind}>"
+    plain = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return f"<{kind} {blake2b(plain.numpy().tobytes(), digest_size=4).hexdigest()}>"
 
 
 def _describe_part(part: object, short: bool, shared_only: bool, told: Callable[[object], str]) -> str:
