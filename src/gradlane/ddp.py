@@ -75,7 +75,8 @@ def attach(
 
     Args:
         ddp: the ``DistributedDataParallel`` model.
-        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
+        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``. One that keeps something is for one
+            model: it is refused while it works on another, and when it has another's memory in it.
         observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
             ``JsonLines(path)``; or a list of them.
         timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error.

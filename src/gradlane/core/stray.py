@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -27,19 +27,14 @@ def stray(strategy: Strategy) -> Iterator[str]:
     for part in parts(strategy):
         if type(part).__module__.startswith(OURS):
             continue
-        saved = {name for name, _ in stateful_fields(part)}
+        saved = {id(state) for _, state in stateful_fields(part)}
         owner = type(part).__name__
         for name, value in _attributes(part).items():
-            if isinstance(value, Mapping) and not isinstance(value, Strategy):
-                hidden = any(
-                    _is_state(inner) and f"{name}[{key}]" not in saved for key, inner in value.items()
-                )
-            else:
-                hidden = name not in saved and _is_state(value)
+            hidden = [inner for inner in _inside(value) if _is_state(inner) and id(inner) not in saved]
             if hidden:
                 yield (
-                    f"{owner}.{name} is a {type(value).__name__} that nobody saves; give it a public name, "
-                    "as a field of the dataclass"
+                    f"{owner}.{name} is a {type(hidden[0]).__name__} that nobody saves; make it a field of the "
+                    "dataclass, under a public name, or an entry of a dict that is one"
                 )
             elif not name.startswith("_") and (found := _array(value)) is not None:
                 yield (
@@ -52,6 +47,12 @@ def stray(strategy: Strategy) -> Iterator[str]:
 
 def _attributes(part: Strategy) -> dict[str, object]:
     return {**{name: value for _, name, value in options(part)}, **getattr(part, "__dict__", {})}
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _is_state(value: object) -> bool:
