@@ -33,8 +33,8 @@ def stray(strategy: Strategy) -> Iterator[str]:
             hidden = [inner for inner in _inside(value) if _is_state(inner) and id(inner) not in saved]
             if hidden:
                 yield (
-                    f"{owner}.{name} is a {type(hidden[0]).__name__} that nobody saves; make it a field of the "
-                    "dataclass, under a public name, or an entry of a dict that is one"
+                    f"{owner}.{name} is a {type(hidden[0]).__name__} that nobody saves; make it a field of "
+                    "the dataclass, under a public name, or an entry of a dict that is one"
                 )
             elif not name.startswith("_") and (found := _array(value)) is not None:
                 yield (
