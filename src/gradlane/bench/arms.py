@@ -88,11 +88,12 @@ def check_arm(name: str) -> None:
 
 
 def whole_text(name: str) -> str | None:
-    """For records: an arm's strategy with all its options, whatever their defaults will be later; None for
-    DDP alone and torch's hooks."""
-    if name == DDP or _TORCH.fullmatch(name):
+    """For records: an arm's strategy with all its options, whatever their defaults will be later; None where
+    there is none: DDP alone, torch's hooks, a name that could not be run."""
+    try:
+        return describe(parse(name))
+    except InvalidValue:
         return None
-    return describe(parse(name))
 
 
 def _register(ddp: DistributedDataParallel, hook: str, rank: int) -> None:
