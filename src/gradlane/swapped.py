@@ -84,7 +84,8 @@ def _spent(leaf: Leaf, old: Spent, new: Spent, home: Home) -> Iterator[str]:
     if not old.is_like(new):
         yield f"{leaf.owner}: {old.steps} steps with another noise or sampling are not in the new one's count"
     else:
-        new.steps = max(old.steps, new.steps) if home_of(new) is home else old.steps + new.steps
+        steps = max(old.steps, new.steps) if home_of(new) is home else old.steps + new.steps
+        new.load_state_dict({**new.state_dict(), "steps": steps})
 
 
 def _as_wide(memory: Memory, state: Mapping[str, Any], slots: Slots) -> dict[str, Any]:
