@@ -44,6 +44,7 @@ _NAMES = {
     "reducer": "Reducer reduce_gradients",
     "report.jsonl": "JsonLines",
     "report.sink": "Run Sink",
+    "simulate.check": "Finding check_strategy",
     "simulate.dryrun": "Trace dry_run",
     "simulate.ranks": "Simulation",
     "strategies.cast": "Cast",

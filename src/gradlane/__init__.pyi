@@ -40,6 +40,7 @@ from .errors import (
 from .reducer import Reducer, reduce_gradients
 from .report.jsonl import JsonLines
 from .report.sink import Run, Sink
+from .simulate.check import Finding, check_strategy
 from .simulate.dryrun import Trace, dry_run
 from .simulate.ranks import Simulation
 from .strategies.cast import Cast
@@ -75,6 +76,7 @@ __all__ = [
     "ErrorFeedback",
     "ErrorFeedback21",
     "Event",
+    "Finding",
     "Fp8",
     "Gathered",
     "GeometricMedian",
@@ -133,6 +135,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "attach",
+    "check_strategy",
     "describe",
     "dry_run",
     "init_elastic",

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ._version import __version__
+from .admission import objection_to
 from .checkpoint.load import fitting_of, in_short, load
 from .checkpoint.save import save
 from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
+from .core.claims import claim, held
+from .core.home import Home
 from .core.strategy import Strategy, named_states, shared_state
+from .core.stray import refuse_stray, stray
 from .errors import InvalidValue, WrongState
 from .lane.agree import Board, Document
 from .lane.base import Lane
@@ -28,6 +32,7 @@ from .lane.feed import Feed
 from .lane.guard import Guard
 from .lane.limits import Limit, checked_timeout, limit_of
 from .lane.living import wait_for_the_leaving
+from .lane.objections import as_note, refuse_objections
 from .lane.open import Opened, open_lane, refuse_differences
 from .lane.optimizers import Withheld
 from .lane.scaled import Scaler, checked_scaler
@@ -37,7 +42,8 @@ from .report.sink import Run
 from .settings import Settings
 from .strategies.given import as_strategy, warn_of_unmatched
 from .strategies.ledgers import follow, nothing_unspent
-from .strategies.text import describe
+from .strategies.text import describe, wrote
+from .swapped import moved_over
 
 FORMAT = 2  # of state_dict
 
@@ -71,9 +77,12 @@ class AtWork(ABC):
     ) -> None:
         self.strategy = strategy
         self.settings = settings
+        self._closed = False
         self._module = weakref.ref(module)  # the model must be free to go before its process group does
         self._ledger = Ledger(settings.observers)
         self._parameters = parameters_of(module)
+        self._home = Home(self, module)
+        self._looked = False  # for state that has come up in the wrong place
         warn_of_unmatched(strategy, self._parameter_names())
         run = Run(group.rank(), group.size(), describe(strategy))
         with self._ledger.opening(run) as ready:  # a file that cannot be written is told to all ranks
@@ -92,24 +101,27 @@ class AtWork(ABC):
                 parameters=list(map(str, self._parameters)),
                 limit=limit_of(settings.timeout, group, device),
                 ranks_per_node=settings.ranks_per_node,
+                objection=objection_to(strategy, module, group.size()),
                 doing=doing,
             )
+        claim(strategy, self._home)
         self._board = opened.board
         # For those who drop the model, and close nothing: its end is the lane's.
         self._unless_closed = weakref.finalize(owner, _model_went, weakref.ref(self), opened.lane)
         self._unless_closed.atexit = False  # there is ``close_all`` then
+        self._world = opened.sizes["world"]
         self._swaps = 0
-        self._closed = False
         self._withheld = Withheld(module.named_parameters(), _weakly(self._synced))
         self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
         self._feed.scaler = settings.scaler
+        self._began = self._feed.step
         if settings.verify_every is not None:
             self._feed.drift = DriftCheck(
                 settings.verify_every, opened.lane, opened.rank, opened.sizes["world"],
                 weights=self._alike, state=lambda: shared_state(self.strategy),
             )  # fmt: skip
         _open.add(self)
-        log.info("%s: %s on %d ranks", doing, describe(strategy), opened.sizes["world"])
+        log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.sizes["world"])
 
     @abstractmethod
     def _fed(self, opened: Opened, guard: Guard) -> Feed: ...
@@ -155,17 +167,26 @@ class AtWork(ABC):
         """Go on with another strategy from the next step on.
 
         Call it on every rank between the same two steps. The ranks compare step and strategy, and
-        all refuse if they differ; the old strategy then stays in force.
+        all refuse if they differ; the old strategy then stays in force. What the old one keeps goes over
+        where the new one has the same (``ErrorFeedback.memory``, say) and nothing in it yet; the log says
+        what does not.
         """
         self._must_be_between_steps("swap")
+        self._feed.settle()
         strategy = as_strategy(strategy)
         told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
-        _, all_told = self._board.agree(f"swap{self._swaps}", told, doing="swap")
+        against = objection_to(strategy, self._module(), self._world, self._home)
+        note = {**told, "objection": as_note(against)}
+        _, all_told = self._board.agree(f"swap{self._swaps}", note, doing="swap")
         self._swaps += 1
+        refuse_objections(all_told, against, "swap")
         refuse_differences(all_told, tuple(told), "swap")
         warn_of_unmatched(strategy, self._parameter_names())
         follow(self.strategy, strategy)
-        self.strategy = strategy
+        for lost in moved_over(self.strategy, strategy, slots_of(self._parameters)):
+            log.warning("swap: dropped %s", lost)
+        self.strategy, self._looked = strategy, False
+        claim(strategy, self._home)
 
     def metrics(self) -> dict[str, float]:
         """One flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since the beginning, and
@@ -197,6 +218,7 @@ class AtWork(ABC):
         kept, and the log says what was left out. ``timeout`` is as for ``save``.
         """
         self._must_be_open()
+        self._home.used = True
         with nothing_unspent(self.strategy):
             loaded = load(self._allowing(timeout, "load"), Path(path), self._subject(), strict)
         self._feed.go_to(loaded.step, loaded.layout)
@@ -211,9 +233,22 @@ class AtWork(ABC):
         text = describe(self.strategy, shared_only=True)
         return Subject(self.strategy, text, self.step, self._parameters, self._feed.layout())
 
+    def works_with(self, state: object) -> bool:
+        """Whether this very state of a strategy is at work here."""
+        return not self._closed and any(mine is state for _, mine in held(self.strategy))
+
+    def _step_begins(self) -> None:
+        """Before the first bucket of a step goes on its way."""
+        self._home.used = True
+        if not self._looked and self._feed.step > self._began:
+            self._looked = True
+            for told in stray(self.strategy):
+                log.warning("%s", told)
+
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
         self._feed.settle()
+        refuse_stray(self.strategy)
         return {
             "format": FORMAT,
             "step": self.step,
@@ -230,8 +265,8 @@ class AtWork(ABC):
             raise InvalidValue(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() gave")
         if state["format"] not in (1, FORMAT):
             raise InvalidValue(f"the state has format {state['format']}, this version reads 1 and {FORMAT}")
-        mine = describe(self.strategy, shared_only=True)
-        if state["strategy"] != mine:
+        if not wrote(self.strategy, str(state["strategy"])):
+            mine = describe(self.strategy, shared_only=True)
             raise InvalidValue(
                 f"the state was saved by {state['strategy']}, this {self.kind} runs {mine}; begin with the "
                 "strategy that saved it, and swap() afterwards if you want another"
@@ -242,6 +277,7 @@ class AtWork(ABC):
             layout = as_layout(state.get("layout", []))
         except ValueError as error:
             raise InvalidValue(f"{error}; pass what state_dict() gave") from None
+        self._home.used = True
         self._take(state["state"])
         self._feed.go_to(state["step"], layout)
 
@@ -284,7 +320,7 @@ class AtWork(ABC):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"step {self.step}"
-        return f"<{type(self).__name__} of {describe(self.strategy)}, {state}>"
+        return f"<{type(self).__name__} of {describe(self.strategy, short=True)}, {state}>"
 
     def _parameter_names(self) -> list[str]:
         return [parameter.name for parameter in self._parameters]

@@ -46,6 +46,8 @@ class Attachment(AtWork):
         )  # fmt: skip
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        if bucket.index() == 0:
+            self._step_begins()
         return self._feed.reduce(bucket, self.strategy)
 
     def close(self) -> None:

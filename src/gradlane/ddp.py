@@ -19,6 +19,7 @@ from .errors import WrongState, WrongType
 from .lane.base import completed_future
 from .lane.guard import Policy
 from .lane.scaled import Scaler
+from .lane.sharded import refuse_sharded
 from .report.sink import Observer
 from .settings import settings_of
 from .strategies.given import as_strategy
@@ -88,7 +89,8 @@ def attach(
 
     Args:
         ddp: the ``DistributedDataParallel`` model.
-        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
+        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``. One that keeps something is for one
+            model: it is refused while it works on another, and when it has another's memory in it.
         observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
             ``JsonLines(path)``; or a list of them.
         timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error; by default
@@ -170,6 +172,10 @@ def _check_model(ddp: object) -> None:
         inner = getattr(ddp, "_orig_mod", None)
         if isinstance(inner, DistributedDataParallel):
             raise WrongType("attach to the DDP model itself, before or after torch.compile(ddp) took it")
+        if isinstance(ddp, torch.nn.Module):
+            refuse_sharded(
+                ddp, "without FSDP, wrap it in DistributedDataParallel instead, and attach to that"
+            )
         raise WrongType(
             f"attach needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first: "
             "ddp = DistributedDataParallel(model)"

@@ -104,6 +104,7 @@ class Reducer(AtWork):
         if model is None:
             raise WrongState("the model of this reducer is gone; make another one for the model you train")
         self._must_be_open()
+        self._step_begins()
         now = dict(model.named_parameters())
         if (wrong := self._changed(now)) is not None:
             self._feed.refuse(wrong, self.strategy)

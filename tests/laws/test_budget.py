@@ -282,7 +282,7 @@ def test_options_are_refused_at_once(options, message):
 
 def test_the_text_form_has_the_options_and_no_state():
     strategy = gl.parse("PowerSGD(budget=0.01)")
-    assert gl.describe(strategy) == "PowerSGD(budget=0.01)"
+    assert gl.describe(strategy, short=True) == "PowerSGD(rank=32, budget=0.01)"
     assert strategy == gl.PowerSGD(budget=0.01)
     with pytest.raises(gl.InvalidValue, match="state of ranks has"):
         strategy.load_state_dict({"plan": {"ranks": {}}})

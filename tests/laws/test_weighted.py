@@ -1,10 +1,14 @@
 """Weighted means: against fp64, whatever carries them, however uneven the ranks."""
 
+import copy
 import itertools
 import math
+import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gradlane as gl
 from gradlane.strategies.shares import shares
@@ -125,7 +129,8 @@ def test_with_feedback_inside_sent_and_owed_add_up_however_the_weights_change(lo
     def weigher(rank):
         return lambda bucket: weights[rank][bucket.step]
 
-    ranks = gl.Simulation([gl.WeightedMean(weigher(rank), gl.ErrorFeedback(lossy)) for rank in (0, 1)])
+    inner = [gl.ErrorFeedback(copy.deepcopy(lossy)) for _ in range(2)]
+    ranks = gl.Simulation([gl.WeightedMean(weigher(rank), inner[rank]) for rank in (0, 1)])
     wanted, applied = [], []
     for step in itertools.islice(steps, 5):
         given = gradients(2, step)
@@ -225,3 +230,45 @@ def test_a_most_that_cannot_be_is_refused():
             gl.WeightedMean(1.0, most=most)
     with pytest.raises(gl.InvalidValue, match=r"most=0.3 is not possible with 3 ranks.*use at least 1/3"):
         reduced(lambda w: gl.WeightedMean(w, most=0.3), (1, 1, 1), gradients(3))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    ranks=st.integers(1, 9),
+    most=st.sampled_from([1 / n for n in range(1, 10)] + [0.1 + 0.2, 0.35, 1 / 3 + 1e-10, 1 / 7 - 1e-8]),
+    data=st.data(),
+)
+def test_no_share_is_larger_than_it_may_be(ranks, most, data):
+    weight = st.sampled_from([0.0, 1e-12, 1e-6, 1.0, 1.0, 3.0, 1e12]) | st.floats(1e-12, 1e12)
+    keeps_to_it([1.0, *(data.draw(weight) for _ in range(ranks - 1))], most)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 9])
+def test_nor_beside_a_rank_of_next_to_no_weight(ranks):
+    """n ranks that may have 1/n each, and one more: 1 - n / n was a divisor, where rounding let it be one."""
+    chance = random.Random(ranks)
+    for _ in range(3000):
+        keeps_to_it([10 ** chance.uniform(0, 9) for _ in range(ranks)] + [1e-12], 1 / ranks)
+
+
+def keeps_to_it(weights, most):
+    found = shares(weights, most)
+    assert sum(found) == pytest.approx(1)
+    assert [share > 0 for share in found] == [weight > 0 for weight in weights]
+    counted = sum(weight > 0 for weight in weights)
+    assert max(found) <= max(most, 1 / counted) * (1 + 1e-6)
+    ordered = sorted(zip(weights, found, strict=True))
+    assert [share for _, share in ordered] == sorted(found)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("most", [1 / 3, 0.5, 1.0])
+def test_a_largest_share_at_any_number_of_ranks(world, most):
+    """One rank alone has all of it; too few are told before the first step."""
+    strategies = [gl.WeightedMean(1e-12 if rank == 3 else 1.0, most=most) for rank in range(world)]
+    if world > 1 and most * world < 1 - 1e-9:
+        with pytest.raises(gl.InvalidValue, match=f"is not possible with {world} ranks"):
+            gl.Simulation(strategies)
+        return
+    answer = gl.Simulation(strategies).step([{"w": torch.ones(3)}] * world)[0]["w"]
+    torch.testing.assert_close(answer, torch.ones(3))

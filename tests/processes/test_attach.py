@@ -54,10 +54,16 @@ def refused(rank, case):
     ("case", "says"),
     [
         ("dtype option", "strategy: rank 0 has Cast(Mean(), float16), rank 1 has Cast(Mean(), bfloat16)"),
-        ("number option", "strategy: rank 0 has After(10, Mean()), rank 1 has After(11, Mean())"),
+        (
+            "number option",
+            "strategy: rank 0 has After(10, Mean(), first=Mean()), rank 1 has After(11, Mean(), ",
+        ),
         ("other strategy", "strategy: rank 0 has Noop(), rank 1 has Mean()"),
         ("user option", "MajorityVote(step_size=0.2), rank 1 has MajorityVote(step_size=0.1)"),
-        ("route order", "rank 0 has Route({'a': Mean(), 'b': Noop()}), rank 1 has Route({'b'"),
+        (
+            "route order",
+            "rank 0 has Route({'a': Mean(), 'b': Noop()}, otherwise=Mean()), rank 1 has Route({'b'",
+        ),
         (
             "parameter name",
             "parameters: rank 0 has two.0.weight [4, 4] float32 trained, rank 1 has one.0.weight",

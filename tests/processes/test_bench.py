@@ -32,8 +32,8 @@ TINY = Plan(
     steps=3,
     warmup=2,
 )
-FIELDS = {"link", "ranks", "arm", "status", "median_s", "min_s", "cpu_s", "exposed_s", "ledger_bytes",
-          "interface_bytes", "speedup", "of_limit"}  # fmt: skip
+FIELDS = {"link", "ranks", "arm", "strategy", "status", "median_s", "min_s", "cpu_s", "exposed_s",
+          "ledger_bytes", "interface_bytes", "speedup", "of_limit"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def test_there_is_one_object_for_each_arm_and_number_of_ranks(record):
     arms = ["ddp", "Noop()", "Mean()", "torch.fp16", "torch.bf16"]
     assert [(row["ranks"], row["arm"]) for row in rows] == [(ranks, arm) for ranks in (2, 3) for arm in arms]
     assert all(set(row) >= FIELDS for row in rows)
+    assert [row["strategy"] for row in rows[:5]] == [None, "Noop()", "Mean()", None, None]
     json.dumps(found, allow_nan=False)
 
 

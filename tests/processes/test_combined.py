@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
@@ -81,3 +82,32 @@ def too_many(rank):
 
 def test_too_few_that_are_left_is_an_error_on_all_ranks_and_the_next_step_runs():
     assert run_ranks(too_many, 4) == [True] * 4
+
+
+def too_few(rank):
+    told = []
+    for strategy in (
+        "Combined(Krum(1))",
+        "After(9, Sharded(Raw(), TrimmedMean(1)))",
+        "WeightedMean(1.0, most=0.1)",
+    ):
+        ddp = DistributedDataParallel(nn.Linear(3, 1))
+        for call in (gl.attach, gl.Reducer):
+            with pytest.raises(gl.InvalidValue) as caught:
+                call(ddp if call is gl.attach else nn.Linear(3, 1), strategy, timeout=20)
+            told.append(str(caught.value))
+        with gl.attach(ddp, "Mean()", timeout=20) as attachment:
+            with pytest.raises(gl.InvalidValue) as caught:
+                attachment.swap(strategy)
+            told.append(str(caught.value))
+            ddp(torch.ones(2, 3)).sum().backward()  # the old one is in force
+    return told
+
+
+def test_too_few_ranks_are_told_at_attach_and_swap():
+    answers = run_ranks(too_few, 2)
+    assert answers[0] == answers[1]
+    assert [text.split(":")[0] for text in answers[0]] == ["attach", "reduce_gradients", "swap"] * 3
+    assert all("Krum f=1 needs 5 ranks, and there are 2" in text for text in answers[0][:3])
+    assert all("trim=1 leaves nothing of 2 ranks" in text for text in answers[0][3:6])
+    assert all("most=0.1 is not possible with 2 ranks" in text for text in answers[0][6:])

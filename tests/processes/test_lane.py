@@ -218,3 +218,28 @@ def test_a_step_sum_spans_the_buckets_of_a_backward_and_a_failure_after_it_loses
     norms, errors = zip(*run_ranks(clipped_as_a_whole, 3, 2), strict=True)
     assert norms == ([1.0] * 4,) * 3
     assert errors == ([(2, "PeerFailed")], [(2, "ArithmeticError")], [(2, "PeerFailed")])
+
+
+def kept_for_a_step(rank):
+    """What came first is still what it was when more has come, in every bucket; no more is promised."""
+    wrong = []
+
+    @gl.strategy_from
+    async def twice(bucket):
+        first = await gl.all_gather((bucket.flat.clone(),))
+        second = await gl.all_gather((bucket.flat * 2,))
+        third = await gl.all_to_all([(bucket.flat * 4,)] * bucket.world)
+        for (one,), (two,), (four,) in zip(first, second, third, strict=True):
+            if not (torch.equal(one * 2, two) and torch.equal(one * 4, four)):
+                wrong.append((bucket.step, bucket.index))
+        return torch.stack([one for (one,) in first]).mean(0)
+
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+    with gl.attach(ddp, twice, timeout=20):
+        for step in range(3):
+            ddp(data(rank, step)).backward()
+    return wrong
+
+
+def test_an_answer_is_its_strategys_until_the_step_ends():
+    assert run_ranks(kept_for_a_step, 3) == [[], [], []]

@@ -6,6 +6,7 @@ from torch import nn
 
 import gradlane as gl
 from gradlane.core.events import wire_bytes
+from gradlane.simulate.after import same_bits
 
 
 def gradients(*values):
@@ -41,18 +42,18 @@ def test_each_rank_has_its_own_copy():
 
 
 def test_scopes():
-    @gl.strategy_from
-    async def within(bucket):
-        return await gl.all_reduce(bucket.flat, over="node")
+    @dataclass
+    class Within(gl.Strategy):
+        scope: str
+        alike = False  # as Noop: all ranks of a scope agree, and no more
 
-    @gl.strategy_from
-    async def across(bucket):
-        return await gl.all_reduce(bucket.flat, over="cross")
+        async def reduce(self, bucket):
+            return gl.Reduced(await gl.all_reduce(bucket.flat, over=self.scope))
 
     values = gradients(0, 2, 10, 20, 100, 300)
-    answers = gl.Simulation(within, world=6, node_size=2).step(values)
+    answers = gl.Simulation(Within("node"), world=6, node_size=2).step(values)
     assert [answer["a"].item() for answer in answers] == [1, 1, 15, 15, 200, 200]
-    answers = gl.Simulation(across, world=6, node_size=3).step(values)
+    answers = gl.Simulation(Within("cross"), world=6, node_size=3).step(values)
     assert [answer["a"].item() for answer in answers] == [10, 51, 155, 10, 51, 155]
 
 
@@ -255,3 +256,86 @@ def test_buckets_that_add_up_different_things_are_told():
     grads = [{"a": torch.ones(4), "b": torch.ones(4)}] * 2
     with pytest.raises(gl.WrongType, match=r"step_sum of torch.float32 \[2\], an earlier bucket gave"):
         gl.Simulation(different, world=2, bucket_bytes=16).step(grads)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_a_strategy_that_forgets_its_collective_is_told(world):
+    @gl.strategy_from
+    async def forgets(bucket):
+        return bucket.flat * 2
+
+    @gl.strategy_from
+    async def adds_its_own(bucket):
+        return await gl.all_reduce(bucket.flat) + bucket.rank
+
+    values = gradients(*range(world))
+    with pytest.raises(
+        gl.RanksDisagree, match=r"ranks 0 and 1 have different answers for 'a'.*did reduce forget"
+    ):
+        gl.Simulation(forgets, world=world).step(values)
+    with pytest.raises(gl.RanksDisagree, match="never by a rank's own values"):
+        gl.Simulation(adds_its_own, world=world).step(values)
+    gl.Simulation("Noop()", world=world).step(values)
+    gl.Simulation("After(1, Mean(), first=Noop())", world=world).step(values)
+
+
+def test_the_sign_of_a_zero_is_a_bit_and_one_nan_is_like_another():
+    zero = torch.tensor([0.0, torch.nan])
+    assert same_bits(zero, torch.tensor([0.0, -torch.nan]))
+    assert not same_bits(zero, torch.tensor([-0.0, torch.nan]))
+    assert not same_bits(zero.half(), torch.tensor([0.0, 1.0]).half())
+
+
+KEPT = {
+    "all_gather": lambda bucket: gl.all_gather((bucket.flat.clone(),)),
+    "all_to_all": lambda bucket: gl.all_to_all([(bucket.flat.clone(),)] * bucket.world),
+}
+
+
+@pytest.mark.parametrize("what", [*KEPT, "flat", "empty"])
+def test_what_is_kept_beyond_its_step_is_poison(what):
+    """On a network the next step writes over it, with something else on every rank."""
+
+    @dataclass
+    class Keeps(gl.Strategy):
+        memory: gl.Memory
+
+        async def reduce(self, bucket):
+            mean = await gl.all_reduce(bucket.flat.clone())
+            before = self.memory.get("last")
+            answer = gl.Reduced(mean if before is None else mean + before)
+            if what == "flat":
+                kept = bucket.flat.copy_(mean)
+            elif what == "empty":
+                kept = bucket.empty("mean", mean.numel()).copy_(mean)
+            else:
+                kept = (await KEPT[what](bucket))[1 - bucket.rank][0].copy_(mean)
+            self.memory.put("last", kept)
+            return answer
+
+    ranks = gl.Simulation(Keeps(gl.Memory()), world=2)
+    assert ranks.step(gradients(1, 3))[0]["a"].item() == 2
+    assert ranks.step(gradients(1, 3))[0]["a"].isnan().all()
+
+
+def test_too_few_ranks_for_a_rule_are_told_before_the_first_step():
+    for strategy in (
+        "Combined(Krum(1))",
+        "After(9, Sharded(Raw(), TrimmedMean(1)))",
+        "Combined(NNM(0, then=Krum(1)))",
+    ):
+        with pytest.raises(gl.InvalidValue, match="=1"):
+            gl.Simulation(strategy, world=2)
+        with pytest.raises(gl.InvalidValue, match="=1"):
+            gl.dry_run(strategy, {"a": 3}, world=2)
+        gl.Simulation(strategy, world=1)
+        gl.Simulation(strategy, world=5)
+
+
+def test_two_ranks_with_one_memory_are_refused():
+    own = gl.parse("ErrorFeedback(Gathered(TopK()))")
+    with pytest.raises(gl.WrongState, match="two ranks of a simulation share"):
+        gl.Simulation([own, own])
+    gl.Simulation([gl.Mean()] * 2)
+    both = gl.Route({"a": own}, otherwise=own)  # in one rank: fine
+    gl.Simulation([both, gl.Mean()])

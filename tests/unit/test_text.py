@@ -1,7 +1,13 @@
+import contextlib
+from dataclasses import dataclass
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gradlane as gl
+from gradlane.strategies.text import wrote
 
 from ..catalogue import Clipped, MajorityVote, median
 
@@ -26,7 +32,7 @@ EXCHANGES = [
 @pytest.mark.parametrize("text", PLAIN)
 def test_text_is_read_and_written(text):
     strategy = gl.parse(text)
-    assert gl.describe(strategy) == text
+    assert gl.describe(strategy, short=True) == text
     assert gl.parse(gl.describe(strategy)) == strategy
     assert gl.parse(repr(strategy)) == strategy
 
@@ -34,7 +40,7 @@ def test_text_is_read_and_written(text):
 @pytest.mark.parametrize("text", EXCHANGES)
 def test_exchanges_are_read_and_written(text):
     strategy = gl.parse(text, names={"Clipped": Clipped})
-    assert gl.describe(strategy) == text
+    assert gl.describe(strategy, short=True) == text
     assert gl.parse(gl.describe(strategy), names={"Clipped": Clipped}) == strategy
 
 
@@ -42,10 +48,11 @@ def test_aggregates_by_name():
     assert (
         gl.parse("Sharded(Raw(), mean)") == gl.parse("Sharded(Raw(), aggregate=mean)") == gl.Sharded(gl.Raw())
     )
-    assert gl.describe(gl.Sharded(gl.Raw(), gl.mean)) == "Sharded(Raw())"
+    assert gl.describe(gl.Sharded(gl.Raw(), gl.mean), short=True) == "Sharded(Raw())"
+    assert gl.describe(gl.Gathered(gl.Raw(), gl.mean)).endswith(", aggregate=mean)")
     assert gl.describe(gl.mean) == "mean"
     assert gl.parse("Gathered(Raw(), median)", names={"median": median}) == gl.Gathered(gl.Raw(), median)
-    assert gl.describe(gl.Gathered(gl.Raw(), median)) == "Gathered(Raw(), aggregate=<median>)"
+    assert gl.describe(gl.Gathered(gl.Raw(), median)).endswith(", aggregate=<median>)")
     assert gl.describe(Clipped) == "<Clipped>"
 
 
@@ -81,6 +88,13 @@ def test_dtypes_under_torch_and_names_of_ones_own():
         ("Sharded(Raw(), mean(3))", "takes no arguments"),
         ("Sharded(Raw(), Int8)", "Sharded got the class Int8 as aggregate"),
         ("Sharded(Raw(), 'mean')", "aggregate='mean' cannot be called"),
+        ("Route({[1]: Mean()})", r"\[1\] in .* cannot be a key"),
+        ("Route({Mean(): Mean()})", r"Mean\(\) in .* cannot be a key"),
+        ("Route({'a': Mean(), 'a': Noop()})", "the key 'a' twice"),
+        ("Cast(Mean(), dtype=float16, dtype=bfloat16)", "dtype twice; say it once"),
+        ("After(" + "-" * 900 + "1, Mean())", "is not read"),
+        ("After(1, " * 150 + "Mean()" + ")" * 150, "more than 100 levels"),
+        ("1" * 5000, "is not a strategy"),
     ],
 )
 def test_everything_else_is_refused(text, message):
@@ -96,5 +110,97 @@ def test_parse_of_something_else():
 def test_description_holds_no_address_and_may_leave_out_what_is_per_rank():
     weighted = gl.Cast(gl.WeightedMean(lambda: 3.0), torch.bfloat16)
     assert "0x" not in gl.describe(weighted)
-    assert gl.describe(gl.WeightedMean(1.0), shared_only=True) == "WeightedMean()"
-    assert gl.describe(gl.WeightedMean(1.0)) == "WeightedMean(1.0)"
+    assert gl.describe(gl.WeightedMean(1.0), shared_only=True) == "WeightedMean(inner=Mean(), most=None)"
+    assert gl.describe(gl.WeightedMean(1.0), short=True) == "WeightedMean(1.0)"
+
+
+def test_what_is_recorded_keeps_its_meaning_when_a_default_changes():
+    """The class of the later version has another default; the text of the earlier one still means 0.01."""
+
+    @dataclass
+    class Kept(gl.Strategy):
+        ratio: float = 0.01
+
+        async def reduce(self, bucket):
+            return gl.Reduced(await gl.all_reduce(bucket.flat))
+
+    recorded = gl.describe(Kept())
+    Later = type("Kept", (Kept,), {"__init__": lambda self, ratio=0.5: Kept.__init__(self, ratio)})
+    assert gl.parse(recorded, names={"Kept": Later}).ratio == 0.01
+    assert gl.describe(gl.parse("Gathered(TopK(0.01))")).startswith("Gathered(TopK(ratio=0.01")
+    assert "rank=4," in gl.describe(gl.PowerSGD())
+
+
+def test_a_state_of_before_0_2_is_known_by_its_short_text():
+    strategy = gl.parse("WeightedMean(2.0, ErrorFeedback(Gathered(TopK())))")
+    assert wrote(strategy, gl.describe(strategy, shared_only=True))
+    assert wrote(strategy, "WeightedMean(inner=ErrorFeedback(Gathered(TopK())))")
+    assert wrote(gl.PowerSGD(), "PowerSGD()")
+    assert not wrote(gl.PowerSGD(), "PowerSGD(rank=2)")
+    assert not wrote(gl.PowerSGD(), "nothing")
+
+
+def test_a_tensor_is_no_page_of_numbers():
+    zeros, ones = gl.describe(torch.zeros(1000)), gl.describe(torch.ones(1000))
+    assert zeros.startswith("<tensor float32[1000] ")
+    assert len(zeros) < 40
+    assert zeros == gl.describe(torch.zeros(1000)) != ones
+    assert gl.describe(torch.zeros(3, device="meta")) == "<tensor float32[3]>"
+    assert gl.describe(torch.tensor(True)).startswith("<tensor bool[] ")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_text_is_read_or_refused_with_one_kind_of_error(data):
+    pieces = (
+        *(
+            "Mean()",
+            "Cast(",
+            "Route(",
+            "PowerSGD(",
+            "TopK(",
+            "Sharded(",
+            "Int8(",
+            "After(",
+            "Krum(",
+            "Combined(",
+        ),
+        *(
+            "{",
+            "}",
+            "[",
+            "]",
+            "(",
+            ")",
+            ",",
+            ":",
+            "=",
+            "'a'",
+            "'",
+            "-",
+            "1",
+            "0.5",
+            "1e999",
+            "float16",
+            "rank",
+        ),
+        *(
+            "rank=2",
+            "dtype=",
+            "None",
+            "True",
+            "mean",
+            "*",
+            "**",
+            "torch.",
+            "lambda",
+            "\\",
+            "\x00",
+            "f''",
+            "b''",
+            "…",
+        ),
+    )
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=3), max_size=12)))
+    with contextlib.suppress(gl.InvalidValue):
+        assert isinstance(gl.parse(text), gl.Strategy)

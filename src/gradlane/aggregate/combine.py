@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
-from .rule import GramRule, WritingRule
+from .rule import GramRule, Rule, WritingRule
 
 Aggregate = Callable[[Tensor], Tensor]
 """From fp32 rows [world, n], row r being what rank r sent, to [n] in the same order of elements. The same
 rows must give the same bits everywhere. It may overwrite the rows. A rank that joined is a row of zeros."""
+
+
+def check_rule(aggregate: object, ranks: int) -> None:
+    """Refuse a number of ranks that is too small for a rule. Alone, a rank gets its own gradient."""
+    if isinstance(aggregate, Rule) and ranks > 1:
+        aggregate.check(ranks)
 
 
 def combine_into(aggregate: Aggregate, rows: Tensor, out: Tensor) -> None:

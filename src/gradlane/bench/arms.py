@@ -13,7 +13,7 @@ from ..core.collectives import Kind
 from ..core.events import Event, wire_bytes
 from ..ddp import attach
 from ..errors import GradlaneError, InvalidValue
-from ..strategies.text import parse
+from ..strategies.text import describe, parse
 
 DDP = "ddp"
 COMPUTE = "Noop()"
@@ -85,6 +85,15 @@ def check_arm(name: str) -> None:
         parse(name)
     except GradlaneError as error:
         raise InvalidValue(f"arm {name!r}: {error}; or use ddp, torch.fp16, ...") from None
+
+
+def whole_text(name: str) -> str | None:
+    """For records: an arm's strategy with all its options, whatever their defaults will be later; None where
+    there is none: DDP alone, torch's hooks, a name that could not be run."""
+    try:
+        return describe(parse(name))
+    except InvalidValue:
+        return None
 
 
 def _register(ddp: DistributedDataParallel, hook: str, rank: int) -> None:

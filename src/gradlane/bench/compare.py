@@ -12,7 +12,7 @@ import torch
 
 from ..core.events import wire_bytes
 from ..errors import InvalidValue
-from .arms import COMPUTE, DDP, check_arm
+from .arms import COMPUTE, DDP, check_arm, whole_text
 from .crew import Crew
 from .figures import Step, compared, figures_of
 from .link import Link
@@ -175,6 +175,7 @@ class _Section:
                 "note": self._place.note,
                 "ranks": self._ranks,
                 "arm": arm,
+                "strategy": whole_text(arm),
                 "status": status,
                 "detail": detail,
             }

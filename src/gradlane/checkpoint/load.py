@@ -12,6 +12,7 @@ from ..errors import InvalidValue, RanksDisagree
 from ..lane.agree import Board, Document
 from ..lane.open import first_difference, refuse_differences
 from ..log import log
+from ..strategies.text import wrote
 from .files import Files
 from .folder import checkpoints_in
 from .manifest import Manifest
@@ -106,7 +107,7 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
 
 
 def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
-    if manifest.strategy != subject.text:
+    if not wrote(subject.strategy, manifest.strategy):
         raise InvalidValue(
             f"it was saved by {manifest.strategy}, this run has {subject.text}; begin with the strategy "
             "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"

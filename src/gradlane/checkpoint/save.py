@@ -9,8 +9,10 @@ from pathlib import Path
 
 from ..core.across import Fits
 from ..core.strategy import named_states
-from ..errors import InvalidValue, NotSaved, RanksDisagree
+from ..core.stray import refuse_stray
+from ..errors import GradlaneError, InvalidValue, NotSaved
 from ..lane.agree import Board, Document
+from ..lane.objections import as_note, objection, refuse_objections
 from ..lane.open import refuse_differences
 from .folder import checkpoints_in, clean, commit, remove, write_whole
 from .manifest import FORMAT, file_name, manifest_of
@@ -25,10 +27,13 @@ def save(board: Board, path: Path, subject: Subject, layout: Callable[[], Layout
     its files are removed only when all ranks see the new one. ``layout`` is asked when all are there: it may
     be a collective."""
     same = {"step": subject.step, "strategy": subject.text}
-    token, notes = board.agree("save/begin", {**same, "has": _tokens(path)}, doing="save")
+    against = objection(lambda: refuse_stray(subject.strategy))
+    own = {"has": _tokens(path), "objection": as_note(against)}
+    token, notes = board.agree("save/begin", {**same, **own}, doing="save")
     try:
+        refuse_objections(notes, against, "save")
         refuse_differences(notes, tuple(same), "save")
-    except RanksDisagree:
+    except GradlaneError:
         all_leave(board, "save")
         raise
     keep = common_token([note["has"] for note in notes])

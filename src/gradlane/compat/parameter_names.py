@@ -1,5 +1,7 @@
 """What a bare hook can know of a parameter: the object itself, and its turn."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -35,6 +37,15 @@ class ParameterNames:
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
             self.lines.append(f"{name} {list(parameter.shape)}")
+
+    def refuse_others(self, parameters: Sequence[Tensor]) -> None:
+        """``parameters`` are those of a step's first bucket: if none of them was met before, and others were,
+        this is another model."""
+        if self._met and not any(parameter in self._names for parameter in parameters):
+            raise WrongState(
+                "this PowerSGDState is in use with another model, and what is owed and counted of the one is "
+                "not the other's; make a PowerSGDState for each DDP model"
+            )
 
     def __call__(self, index: int, place: int, parameter: Tensor) -> str:
         if parameter not in self._names:

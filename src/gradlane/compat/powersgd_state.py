@@ -223,6 +223,8 @@ class PowerSGDState:
                 f"the state was saved with{had} the names of a model and is used with{now} them; call "
                 "name_parameters in both runs or in neither"
             )
+        if bucket.index() == 0:
+            self._names.refuse_others(bucket.parameters())
         feed = feed_of(
             self.process_group,
             bucket,

@@ -108,7 +108,8 @@ async def all_reduce(
 async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload]:
     """Every rank's payload, in rank order. Shapes and dtypes must be the same on every rank.
 
-    The answer is yours to overwrite; this rank's own part in it is what was given.
+    The answer is yours, to overwrite too, until the step ends: the next one receives into the same buffers,
+    so clone what you keep. This rank's own part in it is what was given.
     """
     return cast(
         "list[Payload]",
@@ -119,7 +120,8 @@ async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload
 async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> list[Payload]:
     """Send ``payloads[d]`` to rank d; the answer holds what each rank sent to this one.
 
-    What goes to rank d must have the same shapes on every rank; different ranks may get different ones.
+    What goes to rank d must have the same shapes on every rank; different ranks may get different ones. As
+    with ``all_gather`` the answer is yours until the step ends.
     """
     checked = tuple(_payload(payload, "all_to_all") for payload in payloads)
     return cast("list[Payload]", await Request("all_to_all", checked, None, _scope(over)))

@@ -87,7 +87,7 @@ class Memory:
         self._replaced.clear()
 
     def _moved_to(self, bucket: Bucket) -> Tensor:
-        flat = torch.zeros_like(bucket.flat, dtype=self._width(bucket.flat.dtype))
+        flat = torch.zeros_like(bucket.flat, dtype=self.width(bucket.flat.dtype))
         start = 0
         for slot in bucket.layout:
             old = self._found(slot)
@@ -104,8 +104,8 @@ class Memory:
         self._other = {layout: other for layout, other in self._other.items() if layout in living}
         return flat
 
-    def _width(self, gradient: torch.dtype) -> torch.dtype:
-        """fp32 is meant as wide enough, which it is not for fp64."""
+    def width(self, gradient: torch.dtype) -> torch.dtype:
+        """The dtype of what is kept of such a gradient; fp32 is wide enough, but not for fp64."""
         if gradient == torch.float64 and self.dtype == torch.float32:
             return gradient
         return self.dtype or gradient
@@ -134,7 +134,11 @@ class Memory:
         return room if fits and room is not None else torch.empty_like(like)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Keep this very tensor; do not write to one that was put before (see ``blank``)."""
+        """Keep this very tensor; do not write to one that was put before (see ``blank``).
+
+        It must be your own: ``bucket.flat``, ``bucket.empty(...)`` and what ``all_gather`` and ``all_to_all``
+        answer are written over by the next step, with something else on every rank. Clone them.
+        """
         if self.undoable:
             self._replaced.setdefault(name, self._single.get(name))
         self._single[name] = tensor
@@ -175,7 +179,7 @@ class Memory:
             return "is no parameter of this model (Memory(any_shape=True) takes any name)"
         if tensor.shape != slot.shape:
             return f"has shape {list(tensor.shape)}, the parameter has {list(slot.shape)}"
-        width = self._width(slot.dtype)
+        width = self.width(slot.dtype)
         if self.dtype is not None and tensor.dtype != width:
             return f"is of {tensor.dtype}, this memory is of {width}"
         return None

@@ -10,8 +10,8 @@ class Scratch:
     """One bucket's buffers, by use.
 
     A message as large as a bucket costs more to allocate (the pages are new every time) than to fill.
-    Scratch belongs to the bucket, not to the strategy: two models may share a strategy and be under
-    way at the same time.
+    Scratch belongs to the bucket, not to the strategy: two models may share a strategy that keeps nothing,
+    and be under way at the same time.
     """
 
     def __init__(self) -> None:
@@ -22,3 +22,7 @@ class Scratch:
         if kept is None or kept.numel() != numel:
             kept = self._kept[(key, dtype, device)] = torch.empty(numel, dtype=dtype, device=device)
         return kept
+
+    def buffers(self) -> list[Tensor]:
+        """All that there are; the next step may write anything to them."""
+        return list(self._kept.values())

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InvalidValue
 from .across import OneField, carried
 from .bucket import Bucket
+from .home import let_go
 
 
 class Stateful(Protocol):
@@ -72,6 +73,9 @@ class Strategy(ABC):
     """Whether the answer depends on nothing but the sum of what the ranks give in this step, and on what all
     know: no memory of a rank's own, nothing rounded to codes before the sum. Of a wrapper: if so inside."""
 
+    alike: ClassVar[bool] = True
+    """Whether all ranks get the same bits, which replicas need. ``Noop`` says no."""
+
     @property
     def averages(self) -> bool:
         """Whether the answer is the mean of what the ranks say they ``sent``, but for the rounding of fp32.
@@ -81,6 +85,10 @@ class Strategy(ABC):
     @abstractmethod
     async def reduce(self, bucket: Bucket) -> Reduced:
         """Await collectives until every rank holds the same gradient."""
+
+    def check_world(self, world: int) -> None:  # noqa: B027  most have nothing against any
+        """Refuse a number of ranks with which no step can be taken; asked before the first one. Of this
+        strategy alone: those inside are asked for themselves."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every field that has some, recursively; empty for a strategy without."""
@@ -96,6 +104,7 @@ class Strategy(ABC):
             )
         for name, field in fields.items():
             field.load_state_dict(state.get(name, {}))
+            let_go(field)
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
@@ -139,6 +148,12 @@ def parts(strategy: Strategy) -> Iterator[Strategy]:
     for _, field in stateful_fields(strategy):
         if isinstance(field, Strategy):
             yield from parts(field)
+
+
+def check_world(strategy: Strategy, world: int) -> None:
+    """Refuse a number of ranks that is impossible for any part of the strategy."""
+    for part in parts(strategy):
+        part.check_world(world)
 
 
 class Leaf(NamedTuple):

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ..core.collectives import SCOPES
-from ..errors import InvalidValue, RanksDisagree, WrongState
+from ..errors import GradlaneError, InvalidValue, RanksDisagree, WrongState
 from .agree import Board, Document
 from .base import Lane, Listener
 from .limits import Limit
 from .living import make_room
+from .objections import as_note, refuse_objections
 from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane
@@ -45,12 +46,15 @@ def open_lane(
     parameters: list[str],
     limit: Limit,
     ranks_per_node: int | None = None,
+    objection: GradlaneError | None = None,
     doing: str,
 ) -> Opened:
     """Compare ``must_agree`` and ``parameters`` over all ranks of the group; refuse on all ranks if they
-    differ, else connect."""
+    differ, or if one of them has an ``objection``, else connect."""
     backend = backend_of(group, device)
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
+        if objection is not None:
+            raise objection
         return _on_stream(group, device, listener, None)
     make_room()
     serial = _opened.get(group, 0) + 1
@@ -60,8 +64,10 @@ def open_lane(
         "parameters": _digest(parameters),
         "ranks_per_node": ranks_per_node,
     }
-    token, told = board.agree("open", {**must_agree, "host": socket.gethostname()}, doing=doing)
+    own = {"objection": as_note(objection), "host": socket.gethostname()}
+    token, told = board.agree("open", {**must_agree, **own}, doing=doing)
     _opened[group] = serial  # only now: a rank that never came must find the others when all try again
+    refuse_objections(told, objection, doing)
     board = board.corner(token)
     if len({note["parameters"] for note in told}) > 1:  # only now is the long list worth sending
         _, told = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)

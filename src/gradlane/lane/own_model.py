@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidValue, WrongState, WrongType
 from .one_rank import OneRank
+from .sharded import refuse_sharded
 
 Parameters = dict[str, nn.Parameter]
 
@@ -24,6 +25,7 @@ def checked_model(model: nn.Module) -> nn.Module:
             "this is a DDP model, and DDP reduces its gradients in backward already; use "
             "gradlane.attach(ddp, strategy), or train the module without DDP"
         )
+    refuse_sharded(model, "call it on a model that every rank has whole, without FSDP")
     return model
 
 

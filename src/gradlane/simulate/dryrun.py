@@ -13,7 +13,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import Note, Payload, Request
 from ..core.events import Event
 from ..core.running import Running, step_total
-from ..core.strategy import Strategy
+from ..core.strategy import Strategy, check_world
 from ..errors import InvalidValue, WrongType
 from ..strategies.text import parse
 from .buckets import Shape, scope_sizes, slots_of, split
@@ -75,6 +75,7 @@ def dry_run(
         raise InvalidValue(f"step={step} is before the first; use 0 or more")
     strategy = copy.deepcopy(strategy)
     sizes = scope_sizes(world, node_size)
+    check_world(strategy, world)
     layouts = split(((slot, dtype) for slot in slots_of(shapes)), bucket_bytes)
     under_way: list[Running] = []
     raw_bytes = 0

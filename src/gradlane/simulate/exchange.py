@@ -11,8 +11,15 @@ from ..core.collectives import Payload, Request
 from ..errors import InvalidValue, RanksDisagree
 
 
-def exchange(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[object]:
-    """Answer the requests of all ranks of one scope, in rank order."""
+def exchange(
+    requests: Sequence[Request], buckets: Sequence[Bucket], received: list[Tensor] | None = None
+) -> list[object]:
+    """Answer the requests of all ranks of one scope, in rank order.
+
+    ``received`` takes what came from other ranks: on a network it lies in buffers of the lane, which the next
+    step uses again.
+    """
+    lent: list[Tensor] = [] if received is None else received
     _agreed(requests, buckets)
     first = requests[0]
     if first.kind == "all_reduce":
@@ -20,7 +27,7 @@ def exchange(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[obj
     if first.kind == "all_gather":
         gathered = [request.payloads[0] for request in requests]
         return [
-            [_received(p, own=rank == me) for rank, p in enumerate(gathered)] for me in range(len(requests))
+            [_received(p, rank == me, lent) for rank, p in enumerate(gathered)] for me in range(len(requests))
         ]
     if len(first.payloads) != len(requests):
         raise InvalidValue(
@@ -28,14 +35,18 @@ def exchange(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[obj
             f"got {len(first.payloads)}"
         )
     return [
-        [_received(request.payloads[me], own=rank == me) for rank, request in enumerate(requests)]
+        [_received(request.payloads[me], rank == me, lent) for rank, request in enumerate(requests)]
         for me in range(len(requests))
     ]
 
 
-def _received(payload: Payload, own: bool) -> Payload:
+def _received(payload: Payload, own: bool, lent: list[Tensor]) -> Payload:
     """A rank gets copies of the others' and its own as it is, as on a network."""
-    return payload if own else tuple(part.clone() for part in payload)
+    if own:
+        return payload
+    copies = tuple(part.clone() for part in payload)
+    lent.extend(copies)
+    return copies
 
 
 def _all_reduce(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[Tensor]:

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket, Slot
+from ..core.claims import held
 from ..core.collectives import Note
 from ..core.events import Event
 from ..core.running import Running, step_total
-from ..core.strategy import Strategy
-from ..errors import InvalidValue, RanksDisagree, WrongType
+from ..core.scratch import Scratch
+from ..core.strategy import Strategy, check_world
+from ..errors import InvalidValue, RanksDisagree, WrongState, WrongType
 from ..strategies.text import parse
+from .after import must_be_alike, poison
 from .buckets import flattened, scope_sizes, split
 from .exchange import exchange
 
@@ -28,6 +31,10 @@ class Simulation:
     ``strategy`` is one strategy (or its text) for all ranks, or a list with one per rank.
     ``bucket_bytes`` cuts the gradients into buckets as DDP does; without it there is one per dtype.
     ``node_size`` says how many ranks share a node, for ``over="node"`` and ``over="cross"``.
+
+    It is as strict as a network, and tells more: ranks that ask for different things, or get different
+    answers (but for ``Noop``), are an error, and when a step is over its gradients, messages and buffers are
+    filled with NaN.
     """
 
     def __init__(
@@ -42,7 +49,11 @@ class Simulation:
         self.world = len(self.strategies)
         self.bucket_bytes = bucket_bytes
         self.sizes = scope_sizes(self.world, node_size)
+        for own in self.strategies:
+            check_world(own, self.world)
         self.steps = 0
+        self._scratch: dict[tuple[int, int], Scratch] = {}  # by rank and bucket
+        self._lent: list[Tensor] = []  # what is nobody's when the step is over
         self.events: list[Event] = []
         """Every request of rank 0, with its bytes."""
         self.figures: dict[str, float] = {}
@@ -53,11 +64,15 @@ class Simulation:
         """Reduce one ``{name: gradient}`` per rank; the gradients given are left as they were."""
         slots = self._checked(gradients)
         answers: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
+        asked, self._lent = len(self.events), []
         layouts = _layouts(slots, gradients[0], self.bucket_bytes)
         for rows in self._reduced(gradients, layouts):
             for answer, running in zip(answers, rows, strict=True):
                 assert running.reduced is not None
-                answer.update(running.bucket.with_flat(running.reduced.mean).named())
+                answer.update(running.bucket.with_flat(running.reduced.mean.clone()).named())
+        must_be_alike(answers, self.strategies, self.steps, asked=len(self.events) > asked)
+        poison(self._lent)
+        poison(buffer for scratch in self._scratch.values() for buffer in scratch.buffers())
         self.steps += 1
         return [{name: answer[name] for name in gradients[0]} for answer in answers]
 
@@ -78,9 +93,11 @@ class Simulation:
     ) -> Bucket:
         sparse = grads[layout[0].name].is_sparse
         flat = grads[layout[0].name].clone() if sparse else flattened(grads, layout)
+        self._lent.append(flat)
+        scratch = None if sparse else self._scratch.setdefault((rank, index), Scratch())
         return Bucket(
             flat=flat, layout=layout, step=self.steps, rank=rank, world=self.world, index=index,
-            is_last=index == count - 1, sizes=self.sizes,
+            is_last=index == count - 1, sizes=self.sizes, scratch=scratch,
         )  # fmt: skip
 
     def _reduced(
@@ -128,7 +145,8 @@ class Simulation:
         answers: list[object] = [None] * self.world
         for members in self._members(over):
             asked = [ranks[member].request for member in members]
-            replies = exchange([r for r in asked if r], [ranks[member].bucket for member in members])
+            buckets = [ranks[member].bucket for member in members]
+            replies = exchange([r for r in asked if r], buckets, self._lent)
             for member, reply in zip(members, replies, strict=True):
                 answers[member] = reply
         self.events.append(Event.of(first.request, first.bucket, first.phase, self.sizes[over]))
@@ -171,6 +189,12 @@ def _one_each(strategy: Strategy | str | Sequence[Strategy], world: int | None) 
         raise WrongType(f"Simulation takes a strategy or one per rank, got {type(strategy).__name__}")
     if world is not None and world != len(strategies):
         raise InvalidValue(f"world={world}, but {len(strategies)} strategies; leave world out")
+    kept = [id(state) for own in strategies for state in {id(s): s for _, s in held(own)}.values()]
+    if len(set(kept)) < len(kept):
+        raise WrongState(
+            "two ranks of a simulation share what a strategy keeps, and would mix it; give one strategy and "
+            "world=, or build one for each rank"
+        )
     return strategies
 
 

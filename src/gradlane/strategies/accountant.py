@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -80,6 +80,9 @@ class Spent(Shared):
     """
 
     undoable = False
+
+    lasts: ClassVar[bool] = True
+    """It is about the data, whatever model learns from it: nothing begins it anew."""
 
     def __init__(self, noise: float, sampling: float) -> None:
         self.noise = noise

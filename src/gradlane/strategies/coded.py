@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..aggregate.combine import Aggregate, combine_into
+from ..aggregate.combine import Aggregate, check_rule, combine_into
 from ..aggregate.mean import mean
 from ..aggregate.rule import Rule
 from ..codecs.base import Codec, keep_finite
@@ -223,8 +223,7 @@ def decoded(
 
 def combine_rows(aggregate: Aggregate, bucket: Bucket, rows: Tensor, out: Tensor) -> None:
     """What an aggregate makes of the ranks' rows."""
-    if isinstance(aggregate, Rule) and bucket.world > 1:
-        aggregate.check(bucket.world)
+    check_rule(aggregate, bucket.world)
     if not rows.numel() or out.device.type == "meta":  # a dry run knows the shapes without asking
         return
     lost = _unordered(rows) if isinstance(aggregate, Rule) else None

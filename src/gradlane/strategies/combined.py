@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..aggregate.combine import Aggregate, check_aggregate
+from ..aggregate.combine import Aggregate, check_aggregate, check_rule
 from ..aggregate.rule import GramRule, Rule
 from ..aggregate.verdict import Verdict, alone, judged
 from ..aggregate.watch import Watch
@@ -54,10 +54,12 @@ class Combined(Strategy):
         if not isinstance(self.watch, Watch):
             raise WrongType(f"watch is a {type(self.watch).__name__}; write watch=Watch(factor=3.0)")
 
+    def check_world(self, world: int) -> None:
+        check_rule(self.rule, world)
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         refuse_sparse(bucket, "Combined")
-        if isinstance(self.rule, Rule) and bucket.world > 1:
-            self.rule.check(bucket.world)
+        self.check_world(bucket.world)
         shards = Shards(self.codec, bucket)
         received = await all_to_all(shards.encoded())
         rows = shards.rows(received)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..aggregate.combine import Aggregate, check_aggregate
+from ..aggregate.combine import Aggregate, check_aggregate, check_rule
 from ..aggregate.mean import mean
 from ..codecs.base import Codec
 from ..core.bucket import Bucket
@@ -69,6 +69,9 @@ class Gathered(Strategy):
     def averages(self) -> bool:
         return self.aggregate is mean
 
+    def check_world(self, world: int) -> None:
+        check_rule(self.aggregate, world)
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         refuse_sparse(bucket, "Gathered")
@@ -106,6 +109,9 @@ class Sharded(Strategy):
     @property
     def averages(self) -> bool:
         return self.aggregate is mean
+
+    def check_world(self, world: int) -> None:
+        check_rule(self.aggregate, world)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         if bucket.world <= 2:

@@ -31,5 +31,7 @@ class Noop(Strategy):
     For measuring compute alone, or where something else (a local-SGD outer loop) synchronises.
     """
 
+    alike: ClassVar[bool] = False
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(bucket.flat)

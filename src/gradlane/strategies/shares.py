@@ -31,7 +31,9 @@ def _level(weights: list[float], most: float) -> float:
     weights = sorted(weights, reverse=True)
     level = weights[0]
     for cut, largest_left in enumerate(weights):
+        if cut * most >= 1 - ROUNDING:  # so many have no more than their share at any level: at their own
+            return weights[cut - 1]
         level = most * math.fsum(weights[cut:]) / (1 - cut * most)
-        if largest_left <= level:  # so at the latest where (cut + 1) * most passes 1
+        if largest_left <= level:
             break
     return level

@@ -1,10 +1,10 @@
-"""Strategies as text: for the command line, config files, and what ranks compare at attach."""
+"""Strategies as text: for the command line and config files. ``describe`` writes it, ``parse`` reads it."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,10 +24,11 @@ from ..codecs.raw import Raw
 from ..codecs.sign import Sign
 from ..codecs.topk import TopK
 from ..codecs.uniform import Int2, Int4, Int8
-from ..core.strategy import Strategy, is_stateful, options
+from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongType
 from .cast import Cast
 from .combined import Combined
+from .described import describe, is_function
 from .dgc import DGC
 from .exchange import Gathered, Sharded, Summed
 from .feedback import ErrorFeedback, ErrorFeedback21
@@ -39,6 +40,8 @@ from .private import Private
 from .route import Route
 from .schedule import After
 from .weighted import WeightedMean
+
+__all__ = ["AGGREGATES", "CODECS", "DTYPES", "STRATEGIES", "describe", "parse", "wrote"]
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     part.__name__: part
@@ -64,6 +67,9 @@ DTYPES = {
 }
 
 
+MOST_LEVELS = 100  # one inside the other; a strategy has less than ten
+
+
 def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> Strategy:
     """Read a strategy from text such as ``Cast(Mean(), bfloat16)``.
 
@@ -73,32 +79,35 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> S
     if not isinstance(text, str):
         raise WrongType(f"parse reads text, got {type(text).__name__}")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidValue(f"{text!r} is not a strategy: {error}") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a backslash that means nothing, a number run into a name
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError, Warning) as error:
+        raise InvalidValue(f"{_in_short(text)} is not a strategy: {error}") from None
     known = {**STRATEGIES, **CODECS, **AGGREGATES, **(names or {})}
-    strategy = _read(tree, known, text)
-    if strategy is known.get(text.strip()) and not _is_function(strategy):
+    strategy = _read(tree, known, _in_short(text), MOST_LEVELS)
+    if strategy is known.get(text.strip()) and not is_function(strategy):
         raise InvalidValue(f"{text!r} is a name only; write {text.strip()}()")
     if not isinstance(strategy, Strategy):
-        raise InvalidValue(f"{text!r} reads as a {type(strategy).__name__}, not as a strategy")
+        raise InvalidValue(f"{_in_short(text)} reads as a {type(strategy).__name__}, not as a strategy")
     return strategy
 
 
-def _read(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str) -> Any:
+def _in_short(text: str) -> str:
+    """For messages: nobody reads a page of it."""
+    return repr(text) if len(text) <= 500 else f"{text[:200]!r}... ({len(text):,} characters)"
+
+
+def _read(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str, levels: int) -> Any:
+    if not levels:
+        raise InvalidValue(f"{text} has more than {MOST_LEVELS} levels, one inside the other; use fewer")
+
+    def read(inner: ast.expr) -> Any:
+        return _read(inner, known, text, levels - 1)
+
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            part = _known(name, known, text)
-            if part is None or isinstance(part, torch.dtype) or _is_function(part):
-                raise InvalidValue(f"{name} in {text!r} takes no arguments; write it without brackets")
-            if any(word.arg is None for word in keywords) or any(isinstance(a, ast.Starred) for a in args):
-                raise InvalidValue(f"* and ** are not read in {text!r}; write the arguments out")
-            values = [_read(arg, known, text) for arg in args]
-            named = {str(word.arg): _read(word.value, known, text) for word in keywords}
-            try:
-                return part(*values, **named)
-            except TypeError as error:
-                raise InvalidValue(f"{name} in {text!r}: {error}") from None
+            return _made(_known(name, known, text), name, args, keywords, text, read)
         case ast.Name(id=name):
             return _known(name, known, text)
         case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in DTYPES:
@@ -108,16 +117,61 @@ def _read(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str) ->
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)) if isinstance(value, int | float):
             return -value
         case ast.List(elts=items):
-            return [_read(item, known, text) for item in items]
+            return [read(item) for item in items]
         case ast.Tuple(elts=items):
-            return tuple(_read(item, known, text) for item in items)
+            return tuple(read(item) for item in items)
         case ast.Dict(keys=keys, values=items) if None not in keys:
-            pairs = zip(keys, items, strict=True)
-            return {_read(key, known, text): _read(value, known, text) for key, value in pairs if key}
+            return _pairs(
+                [(read(key), read(item)) for key, item in zip(keys, items, strict=True) if key], text
+            )
     raise InvalidValue(
-        f"{ast.unparse(node)!r} in {text!r} is not read; use known names, numbers, strings, "
+        f"{_source(node)} in {text} is not read; use known names, numbers, strings, "
         "lists, tuples, dicts and dtypes"
     )
+
+
+def _made(
+    part: Any,
+    name: str,
+    args: Sequence[ast.expr],
+    keywords: Sequence[ast.keyword],
+    text: str,
+    read: Callable[[ast.expr], Any],
+) -> Any:
+    """What a call of a known name stands for."""
+    if part is None or isinstance(part, torch.dtype) or is_function(part):
+        raise InvalidValue(f"{name} in {text} takes no arguments; write it without brackets")
+    if any(word.arg is None for word in keywords) or any(isinstance(arg, ast.Starred) for arg in args):
+        raise InvalidValue(f"* and ** are not read in {text}; write the arguments out")
+    words = [str(word.arg) for word in keywords]
+    if twice := [word for word in words if words.count(word) > 1]:
+        raise InvalidValue(f"{name} in {text} has {twice[0]} twice; say it once")
+    values, named = [read(arg) for arg in args], {str(word.arg): read(word.value) for word in keywords}
+    try:
+        return part(*values, **named)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
+        # What a class says of its options is said here of the text; as it is where it is of ours already.
+        if isinstance(error, InvalidValue):
+            raise
+        raise InvalidValue(f"{name} in {text}: {error}") from None
+
+
+def _pairs(pairs: Sequence[tuple[Any, Any]], text: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if not isinstance(key, str | int | float):
+            raise InvalidValue(f"{key!r} in {text} cannot be a key; keys are strings and numbers")
+        if key in found:
+            raise InvalidValue(f"{text} has the key {key!r} twice; say it once")
+        found[key] = value
+    return found
+
+
+def _source(node: ast.expr) -> str:
+    try:
+        return _in_short(ast.unparse(node))
+    except RecursionError:
+        return "an expression as deep as this"
 
 
 def _known(name: str, known: Mapping[str, Callable[..., Any]], text: str) -> Any:
@@ -127,61 +181,19 @@ def _known(name: str, known: Mapping[str, Callable[..., Any]], text: str) -> Any
         return known[name]
     near = get_close_matches(name, [*known, *DTYPES], n=1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-    raise InvalidValue(f"{name!r} in {text!r} is not known; {hint}")
+    raise InvalidValue(f"{name!r} in {text} is not known; {hint}")
 
 
-def _is_function(part: object) -> bool:
-    """An aggregate that is given as it is; others are classes, and are called with their options."""
-    return not isinstance(part, type) and any(part is known for known in AGGREGATES.values())
+def wrote(strategy: Strategy, text: str) -> bool:
+    """Whether a state that says it was saved by ``text`` is of this strategy.
 
-
-def describe(value: object, *, shared_only: bool = False) -> str:
-    """The text form: short, the same on every rank and in every process.
-
-    ``parse(describe(strategy))`` is an equal strategy where all its options can be written down.
-    ``shared_only`` leaves out what may differ between ranks, for comparing them.
+    Up to 0.1 defaults were left out of what was saved, and an option may have come since: both are taken
+    for what they are by default today.
     """
-    if isinstance(value, Strategy):
-        return _describe_part(value, shared_only)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Mapping):
-        items = (f"{key!r}: {describe(inner, shared_only=shared_only)}" for key, inner in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, list | tuple):
-        inner = ", ".join(describe(item, shared_only=shared_only) for item in value)
-        if isinstance(value, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _describe_part(value, shared_only)
-    if callable(value):  # its address would differ from process to process
-        name = getattr(value, "__qualname__", type(value).__qualname__)
-        return str(name) if _is_function(value) else f"<{name}>"
-    if type(value).__repr__ is object.__repr__:
-        return f"<{type(value).__qualname__}>"
-    return repr(value)
-
-
-def _describe_part(part: object, shared_only: bool) -> str:
-    shown: list[str] = []
-    positional = True  # as long as nothing was left out and the field has no default
-    for field, name, value in options(part):
-        if is_stateful(value) and not isinstance(value, Strategy) and not dataclasses.is_dataclass(value):
-            continue  # a memory or a ledger is no option; a Watch has some
-        if shared_only and field is not None and field.metadata.get("per_rank"):
-            positional = False
-            continue
-        required = field is not None and field.default is field.default_factory is dataclasses.MISSING
-        if not required and field is not None and value == _default(field):
-            positional = False
-            continue
-        text = describe(value, shared_only=shared_only)
-        shown.append(text if positional and required else f"{name}={text}")
-    return f"{type(part).__name__}({', '.join(shown)})"
-
-
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+    mine = describe(strategy, shared_only=True)
+    if text in (mine, describe(strategy, short=True, shared_only=True)):
+        return True
+    try:
+        return describe(parse(text), shared_only=True) == mine
+    except InvalidValue:
+        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class TokenCount:
     over all ranks and all micro-batches since the last synchronised backward, however uneven they are. A
     rank that has no tokens takes part with a loss of 0. One count belongs to one attachment.
     """
+
+    for_one_model: ClassVar[bool] = True
+    lasts: ClassVar[bool] = True
+    """It counts what comes, and is not about a model's past."""
 
     def __init__(self) -> None:
         self._count = 0.0

@@ -48,6 +48,14 @@ class WeightedMean(Strategy):
             raise InvalidValue(f"most={self.most!r}; it is a share of the whole, above 0 and at most 1")
         _check_inner(self.inner)
 
+    def check_world(self, world: int) -> None:
+        """Alone, a rank has the whole, whatever ``most`` says."""
+        if self.most is not None and world > 1 and self.most * world < 1 - ROUNDING:
+            raise InvalidValue(
+                f"most={self.most:g} is not possible with {world} ranks, whose shares add up to 1; use at "
+                f"least 1/{world}"
+            )
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
         mine = self._asked.mine(bucket)
@@ -65,11 +73,7 @@ class WeightedMean(Strategy):
 
     async def _factor(self, bucket: Bucket, mine: Mine) -> float:
         """What makes this rank's gradient its part of a plain mean."""
-        if self.most is not None and self.most * bucket.world < 1 - ROUNDING:
-            raise InvalidValue(
-                f"most={self.most:g} is not possible with {bucket.world} ranks, whose shares add up to 1; "
-                f"use at least 1/{bucket.world}"
-            )
+        self.check_world(bucket.world)
         # The bits of a double as an integer: no ``Cast`` around narrows it.
         bits = torch.tensor([mine.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
         everyone = await all_gather((bits,))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from ..bench.arms import DDP
+from ..bench.arms import DDP, whole_text
 from .runs import FAILED, Run
 
 TARGET_SHARE = 0.02  # of dense's drop, above its final loss: reached shortly before the end
@@ -114,7 +114,8 @@ def result(
     own = [run for run in runs[arm] if run.steps or run.status in FAILED]
     status, detail = _status(own, seeds)
     found = dict(NO_FIGURES) if final is None else figures(own, runs[DDP], final, target)
-    return {"arm": arm, "status": status, "detail": detail, **found, "runs": [run.as_json() for run in own]}
+    about = {"arm": arm, "strategy": whole_text(arm), "status": status, "detail": detail}
+    return {**about, **found, "runs": [run.as_json() for run in own]}
 
 
 def _status(runs: Sequence[Run], seeds: int) -> tuple[str, str]:

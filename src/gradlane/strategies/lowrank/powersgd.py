@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ...core.bucket import Bucket
@@ -55,18 +55,20 @@ class PowerSGD(Strategy):
     seed: int = 0
     budget: float | None = None
     every: int = 100
-    factors: Memory | None = None
-    plan: RankPlan | None = None
+    factors: Memory | None = field(default=None, metadata={"state": True})
+    plan: RankPlan | None = field(default=None, metadata={"state": True})
     settles: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        self.rank = self._rank  # so that a record tells it, whatever None will mean later
         check_common("PowerSGD", self._rank, self.min_compression_rate, self.view, self.seed)
         check_whole("PowerSGD", "iterations", self.iterations, least=1)
         if self.owes not in ("own", "mean"):
             raise InvalidValue(f"PowerSGD owes={self.owes!r}; use 'own', or 'mean' as torch does")
         check_whole("PowerSGD", "every", self.every, least=1)
-        self.factors = self.factors or FactorMemory()
+        if self.warm_start:
+            self.factors = self.factors or FactorMemory()
         if self.budget is not None:
             if not is_number(self.budget) or not 0 < self.budget < 1:
                 raise InvalidValue(
@@ -79,9 +81,8 @@ class PowerSGD(Strategy):
         return True
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        assert self.factors is not None
         step = Step(bucket, self._cut(bucket), self.owes)
-        memory = self.factors if self.warm_start else Memory()
+        memory = self.factors if self.warm_start and self.factors is not None else Memory()
         qs = [kept_factor(memory, bucket, m, m.columns, self.seed) for m in step.cut.matrices]
         for left in reversed(range(self.iterations)):
             await step.rows(qs)  # 1, 2

@@ -1,0 +1,23 @@
+"""What a strategy must be before it may work on a model: asked by all ranks, refused by all."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .core.claims import refuse_foreign
+from .core.home import Home
+from .core.strategy import Strategy, check_world
+from .core.stray import refuse_stray
+from .errors import GradlaneError
+from .lane.objections import objection
+
+
+def objection_to(
+    strategy: Strategy, model: nn.Module | None, world: int, own: Home | None = None
+) -> GradlaneError | None:
+    """What speaks against it on this rank; ``own`` is where it may be at work already."""
+    return objection(
+        lambda: refuse_stray(strategy),
+        lambda: refuse_foreign(strategy, model, own),
+        lambda: check_world(strategy, world),
+    )

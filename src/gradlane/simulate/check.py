@@ -1,0 +1,117 @@
+"""``check_strategy``: the laws, over a strategy of one's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.memory import Memory
+from ..core.strategy import Strategy, named_states, parts
+from ..errors import InvalidValue
+from ..strategies.cast import Cast
+from ..strategies.feedback import ErrorFeedback
+from ..strategies.given import as_strategy
+from ..strategies.private import Private
+from ..strategies.route import Route
+from ..strategies.schedule import After
+from .buckets import Shape, slots_of
+from .case import Case
+from .laws import LAWS
+
+SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2), "none": (0, 4)}
+"""A matrix, a vector, a number, a kernel, and nothing."""
+WORLDS = (1, 2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A law that a strategy breaks, and where it was seen."""
+
+    law: str
+    told: str
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.told}"
+
+
+def check_strategy(
+    strategy: Strategy | str,
+    shapes: Mapping[str, Shape] | nn.Module | None = None,
+    *,
+    worlds: Iterable[int] = WORLDS,
+    names: Mapping[str, Callable[..., Any]] | None = None,
+    residual: Callable[[Any], Memory] | None = None,
+) -> list[Finding]:
+    """Run the laws that all strategies obey over one of your own: ``assert not check_strategy(Mine())``.
+
+    In one process, on simulated ranks: all ranks get the same finite bits, in two runs the same; a dry run
+    asks for what a real step asks for; a run that was stopped and resumed is the whole run; a step that was
+    undone leaves no trace, and nothing is kept where nobody saves it; another number of ranks can go on; what
+    arrived and the residual are what was given; the text form reads back. What is wrong is told in words; an
+    empty list is a strategy that keeps them all.
+
+    Args:
+        strategy: a strategy, or its text; it is not changed.
+        shapes: ``{name: shape}`` or a module; a few awkward parameters by default.
+        worlds: numbers of ranks. Those that the strategy refuses (``check_world``) are left out.
+        names: classes of your own in its text, as for ``parse``.
+        residual: from the strategy to the ``Memory`` of what it still has to send, where it keeps one
+            itself. That of ``ErrorFeedback`` is found.
+    """
+    strategy = copy.deepcopy(as_strategy(strategy))
+    if any(isinstance(part, Private) and part.noise for part in parts(strategy)):
+        raise InvalidValue("no run of Private is like another; check it with noise=0")
+    sizes = {slot.name: tuple(slot.shape) for slot in slots_of(SHAPES if shapes is None else shapes)}
+    case = Case(strategy, sizes, tuple(worlds), names or {}, _residual_of(strategy, residual))
+    if not case.worlds:
+        raise InvalidValue(
+            f"{type(strategy).__name__} refuses all of worlds={case.wanted}; name one that it can work with"
+        )
+    return [finding for law in LAWS for finding in _findings(law, case)]
+
+
+def _findings(law: Callable[[Case], Iterable[str]], case: Case) -> list[Finding]:
+    name = law.__name__.replace("_", " ")
+    found: list[Finding] = []
+    try:
+        found += [Finding(name, told) for told in law(case)]
+    except Exception as error:  # noqa: BLE001  whatever the strategy raises is what the author must see
+        found.append(Finding(name, f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _residual_of(
+    strategy: Strategy, given: Callable[[Any], Memory] | None
+) -> Callable[[Strategy], Mapping[str, Tensor]] | None:
+    if given is not None:
+        return lambda own: given(own).state_dict()
+    if _feeds_back_a_mean(strategy):
+        return _all_residuals
+    return None
+
+
+def _feeds_back_a_mean(strategy: Strategy) -> bool:
+    """Error feedback that is told the gradient itself, around something that takes a mean."""
+    if isinstance(strategy, After):
+        return _feeds_back_a_mean(strategy.then) or _feeds_back_a_mean(strategy.first)
+    if isinstance(strategy, Route):
+        return any(map(_feeds_back_a_mean, (*strategy.rules.values(), strategy.otherwise)))
+    if isinstance(strategy, Cast):
+        return _feeds_back_a_mean(strategy.inner)
+    if not isinstance(strategy, ErrorFeedback):
+        return False
+    others = ("rule", "aggregate")
+    options = [getattr(part, name) for part in parts(strategy) for name in others if hasattr(part, name)]
+    return all(getattr(option, "__name__", "") == "mean" for option in options)
+
+
+def _all_residuals(strategy: Strategy) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for leaf in named_states(strategy):
+        if leaf.owner == "ErrorFeedback.memory":
+            found |= leaf.state.state_dict()
+    return found

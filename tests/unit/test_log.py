@@ -1,0 +1,43 @@
+"""Who hears of a warning: stderr, unless the application has said where warnings go."""
+
+import subprocess
+import sys
+
+import pytest
+
+WARN = "from gradlane.log import log; log.info('quiet'); log.warning('step %d is skipped', 7)"
+
+
+def stderr_of(before, env=None):
+    code = f"import logging, sys\n{before}\n{WARN}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
+        check=True,
+    )
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_warnings_are_heard_where_nobody_has_configured_logging():
+    assert stderr_of("") == "gradlane: step 7 is skipped\n"
+
+
+def test_with_the_rank_of_a_launcher():
+    assert stderr_of("import os; os.environ['RANK'] = '3'") == "gradlane: rank 3: step 7 is skipped\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "heard"),
+    [
+        ("logging.basicConfig(format='root %(levelname)s %(message)s')", "root WARNING step 7 is skipped\n"),
+        ("logging.getLogger('gradlane').addHandler(logging.StreamHandler())", "step 7 is skipped\n"),
+        ("logging.getLogger('gradlane').addHandler(logging.NullHandler())", ""),
+        ("logging.getLogger('gradlane').setLevel(logging.ERROR)", ""),
+    ],
+)
+def test_an_application_that_says_so_has_the_only_word(before, heard):
+    assert stderr_of(before) == heard
