@@ -152,13 +152,13 @@ def spent(rank):
         ddp = DistributedDataParallel(critic(seed))
         with gl.attach(ddp, private, timeout=20) as attachment:
             stepped(ddp, rank)
-            counts.append(private.spent.steps)
+            counts.append(sum(private.spent.runs().values()))
             told.append(refusal(gl.attach, DistributedDataParallel(critic(5)), private, timeout=20))
             attachment.swap(gl.Private(gl.Mean(), clip=2.0, noise=1.0))
             stepped(ddp, rank, 1)
-            counts.append(attachment.strategy.spent.steps)
+            counts.append(sum(attachment.strategy.spent.runs().values()))
             attachment.swap(private)
-            counts.append(private.spent.steps)
+            counts.append(sum(private.spent.runs().values()))
     lowrank = gl.Private(gl.PowerSGD(1), clip=1.0, noise=1.0)
     ddp = DistributedDataParallel(critic())
     with gl.attach(ddp, lowrank, timeout=20):
