@@ -55,7 +55,7 @@ def open_lane(
     if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
         if objection is not None:
             raise objection
-        return _on_stream(group, device, listener, None)
+        return _on_stream(group, device, listener, Board(dist.HashStore(), "alone", 0, 1, limit))
     make_room()
     serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
@@ -81,8 +81,7 @@ def open_lane(
     return Opened(lane, board, peers.rank, peers.sizes())
 
 
-def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board | None) -> Opened:
-    board = board or Board(dist.HashStore(), "alone", 0, 1, Limit(1.0))
+def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board) -> Opened:
     scopes = SCOPES if group.size() == 1 else ("world",)  # of one rank all are the same
     sizes = dict.fromkeys(scopes, group.size())
     return Opened(StreamLane(group, device, listener), board, group.rank(), sizes)
