@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ..core.bucket import Bucket, Slot
+from ..core.bucket import Bucket, Layout
 from ..core.collectives import Request, all_reduce
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
@@ -45,7 +45,7 @@ class DdpFeed(Feed):
         """Whether an error must not wait for the end of DDP's own backward, which would not come."""
         self._settled: int | None = None
         self._expected: list[list[str]] = []  # where DDP has rebuilt its buckets since the last step
-        self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
+        self._layouts: dict[int, tuple[tuple[int, ...], Layout]] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
         backward = current_backward()
@@ -95,7 +95,7 @@ class DdpFeed(Feed):
                 for index, bucket in enumerate(buckets)
             ]
 
-    def _layout(self, given: dist.GradBucket) -> tuple[Slot, ...]:
+    def _layout(self, given: dist.GradBucket) -> Layout:
         """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters."""
         parameters = given.parameters()
         index = given.index()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..core.bucket import Bucket, Slot
+from ..core.bucket import Bucket, Layout, Slot
 from ..core.events import StepTimes, wire_bytes
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy
@@ -135,9 +135,9 @@ def _complex(mean: Tensor) -> Tensor:
     return torch.view_as_complex(mean.view(-1, 2))
 
 
-def layout_of(names: Sequence[str], parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
+def layout_of(names: Sequence[str], parameters: Sequence[Tensor]) -> Layout:
     """The slots of a bucket of one dtype."""
-    return tuple(
+    return Layout(
         Slot(name, torch.Size((*parameter.shape, *((2,) if parameter.is_complex() else ()))))
         for name, parameter in zip(names, parameters, strict=True)
     )
