@@ -20,8 +20,9 @@ __all__ = ["Bucket", "Layout", "Slot", "as_layout", "layout_digest"]
 class Bucket:
     """What a strategy receives: one flat gradient, and all that DDP knows about it.
 
-    ``flat`` is yours for the length of the call: you may overwrite it. Everything else is the same
-    on every rank, except ``rank`` and ``joined``.
+    ``flat`` is yours for the length of the call: you may overwrite it. It holds the parameters of ``layout``
+    side by side, each row by row, whatever its strides are. Everything else is the same on every rank,
+    except ``rank`` and ``joined``.
     """
 
     flat: Tensor
