@@ -13,7 +13,7 @@ STRATEGIES = (
     lambda: gl.ErrorFeedback(gl.Gathered(gl.Int4())),
     lambda: gl.Route(
         {"parts.1*": gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=0))},
-        gl.ErrorFeedback(gl.Sharded(gl.Int8(), server_feedback=True)),
+        gl.ErrorFeedback(gl.Sharded(gl.Int8())),
     ),
 )
 
