@@ -26,13 +26,15 @@ def project_rows(
     if owed is None and g.device.type != "cpu":
         torch.mm(q, g.t(), out=p)
         return
-    q, room = at_line(q), _room(g)
+    q, room, keep_sum = at_line(q), _room(g), keep_sum and owed is not None
     for rows in _runs(g):
-        m = _sum(g[rows], None if owed is None else owed[rows], room)
+        own = g[rows]
+        to = own if keep_sum and _begins_line(own) else room
+        m = _sum(own, None if owed is None else owed[rows], to)
         part = torch.mm(q, m.t())
         p[:, rows] = part
-        if keep_sum and owed is not None:
-            g[rows] = m
+        if keep_sum and to is room:
+            own.copy_(m)
         if left is not None and owed is not None:
             m.addmm_(part.t(), q, alpha=-1)
             _put(m, part.isfinite().all(0).unsqueeze(1), owed[rows], left[rows])
@@ -51,9 +53,10 @@ def project_columns(
     q.copy_(total)
     if left is None or owed is None:
         return
-    sound = total.isfinite().all(0)
+    sound, apart = total.isfinite().all(0), left.data_ptr() != owed.data_ptr()
     for rows in _runs(g):
-        m = _sum(g[rows], None if debt is None else debt[rows], room, own=True)
+        to = left[rows] if apart and _begins_line(left[rows]) else room
+        m = _sum(g[rows], None if debt is None else debt[rows], to, own=True)
         m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
         _put(m, sound, owed[rows], left[rows])
 
@@ -68,20 +71,23 @@ def _begins_line(matrix: Tensor) -> bool:
     return matrix.is_contiguous() and (matrix.device.type != "cpu" or matrix.data_ptr() % LINE == 0)
 
 
-def _sum(g: Tensor, owed: Tensor | None, room: Tensor, *, own: bool = False) -> Tensor:
-    """g + owed where a line begins, in ``room``; g itself where that is one already, unless the caller will
+def _sum(g: Tensor, owed: Tensor | None, to: Tensor, *, own: bool = False) -> Tensor:
+    """g + owed where a line begins, in ``to``; g itself where that is one already, unless the caller will
     write to it (``own``)."""
-    m = room[: len(g)]
+    m = to[: len(g)]
     if owed is not None:
         return torch.add(g, owed, out=m)
     return g if _begins_line(g) and not own else m.copy_(g)
 
 
 def _put(m: Tensor, sound: Tensor, owed: Tensor, left: Tensor) -> None:
-    """What is left goes to its place; ``owed`` stays where it is not finite or its factor is not sound."""
+    """What is left goes to its place, if it is not there; ``owed`` stays where it is not finite or its factor
+    is not sound."""
     on_cpu = m.device.type == "cpu"  # elsewhere, asking costs more than it saves
-    fine = on_cpu and m.sum().isfinite() and sound.all()
-    left.copy_(m if fine else torch.where(m.isfinite() & sound, m, owed))
+    if not (on_cpu and m.sum().isfinite() and sound.all()):
+        left.copy_(torch.where(m.isfinite() & sound, m, owed))
+    elif m.data_ptr() != left.data_ptr():
+        left.copy_(m)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
