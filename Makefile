@@ -1,4 +1,4 @@
-.PHONY: setup fmt check test test-all test-ray sanitize bench docs
+.PHONY: setup fmt check test test-all test-levels test-ray sanitize bench docs
 
 PYTHON := .venv/bin/python
 
@@ -17,6 +17,9 @@ test:
 test-all:
 	./setup.sh frameworks
 	$(PYTHON) -m pytest -m "slow or not slow"
+	tests/levels/run.sh
+test-levels: setup
+	tests/levels/run.sh
 test-ray:
 	GRADLANE_VENV=.venv-ray ./setup.sh ray
 	.venv-ray/bin/python -m pytest -m "slow or not slow" tests/integration/test_ray.py tests/integration/test_pages.py

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from . import at_work, compat
+from .lane.perform import meet
 
 
 def close_all() -> None:
@@ -32,22 +32,7 @@ def shutdown(timeout: float = 30.0) -> None:
         return
     try:
         if dist.get_world_size() > 1:
-            _meet(timedelta(seconds=timeout))
+            meet(timedelta(seconds=timeout))
     except RuntimeError:
         pass  # a peer is gone; it is not needed any more
     dist.destroy_process_group()
-
-
-def _meet(limit: timedelta) -> None:
-    """A barrier that ends in time by itself: to destroy a group waits for all that it has under way, and
-    the group's own time-out may be half an hour."""
-    if "gloo" in str(dist.get_backend_config()):
-        how = dist.BarrierOptions()
-        how.timeout = limit
-        how.device = torch.device("cpu")
-        how.asyncOp = True
-        work = dist.distributed_c10d._get_default_group().barrier(how)
-    else:
-        work = dist.barrier(async_op=True)
-    if work is not None:
-        work.wait(limit)

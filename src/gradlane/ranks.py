@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -27,9 +26,8 @@ import torch.distributed as dist
 
 from .end import shutdown
 from .errors import InvalidValue, WrongState
+from .family import Family, die_with_parent
 from .lane.living import living_lanes
-
-DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class Message(NamedTuple):
@@ -43,7 +41,8 @@ class Ranks:
 
     Each is in a Gloo process group of its own store, unless ``init`` is False: then the function
     gets a path for a file store as ``args[0]`` and does that itself. ``prepare(rank)`` runs in the
-    process before anything else. They die with this process, however it ends.
+    process before anything else. They die with this process, however it ends, and so does what they
+    have started: they may have children, such as the workers of a ``DataLoader``.
     """
 
     def __init__(
@@ -63,6 +62,8 @@ class Ranks:
         context = multiprocessing.get_context("fork")
         self._held = contextlib.ExitStack()
         store = _store_path(self._held)
+        self._family = Family()
+        self._held.callback(self._family.end)
         self.processes: list[BaseProcess] = []
         self._lines: list[Connection] = []
         self._open: dict[Connection, int] = {}
@@ -72,7 +73,7 @@ class Ranks:
             for rank in range(world):
                 ours, theirs = context.Pipe()
                 self._lines.append(ours)
-                job = _Job(function, args, rank, world, store, init, deadline, prepare)
+                job = _Job(function, args, rank, world, store, init, deadline, prepare, self._family)
                 process = context.Process(
                     target=_rank, args=(job, theirs, list(self._lines)), name=f"rank {rank}", daemon=True
                 )
@@ -154,6 +155,7 @@ class _Job(NamedTuple):
     init: bool
     deadline: float | None
     prepare: Callable[[int], None] | None
+    family: Family
 
 
 _line: Connection | None = None
@@ -189,7 +191,7 @@ def _rank(job: _Job, line: Connection, others: list[Connection]) -> None:
     _line = line
     for other in others:
         other.close()  # the parent's ends; else a dead sibling's line would never end
-    _die_with_parent()
+    _end_with_the_family(job.family)
     gc.freeze()  # what the parent had is not ours to collect: each collection would go through all of torch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends the ranks
     torch.set_num_threads(1)
@@ -224,12 +226,14 @@ def _send(kind: str, value: object) -> None:
             _line.send_bytes(pickle.dumps((kind, value)))
 
 
-def _die_with_parent() -> None:
+def _end_with_the_family(family: Family) -> None:
     parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
+    family.join()
+    die_with_parent()
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+    # To the parent it stays a daemon, ended at its exit; but a daemon may not have children.
+    multiprocessing.current_process().daemon = False
 
 
 def _too_late(rank: int, seconds: float) -> None:

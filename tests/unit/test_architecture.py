@@ -14,8 +14,16 @@ SOURCE = Path(__file__).parents[2] / "src" / "gradlane"
 PURE = [
     path
     for part in ("core", "kernels", "codecs", "aggregate", "strategies", "simulate")
-    for path in (SOURCE / part).glob("*.py")
+    for path in (SOURCE / part).rglob("*.py")
 ]
+
+
+def place(path):
+    return str(path.relative_to(SOURCE))
+
+
+def test_packages_inside_of_packages_are_looked_at():
+    assert {"strategies/mean.py", "strategies/lowrank/step.py"} <= set(map(place, PURE))
 
 
 def imported(path):
@@ -26,26 +34,25 @@ def imported(path):
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-@pytest.mark.parametrize("path", PURE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PURE, ids=place)
 def test_strategies_never_touch_torch_distributed(path):
     assert not [name for name in imported(path) if name.startswith("torch.distributed")]
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp.py", *(f"compat/{path.name}" for path in (SOURCE / "compat").glob("*.py"))]
-)
+@pytest.mark.parametrize("name", ["ddp.py", *(place(path) for path in (SOURCE / "compat").rglob("*.py"))])
 def test_hook_modules_keep_live_annotations(name):
     assert "__future__.annotations" not in imported(SOURCE / name)
 
 
 def test_collectives_are_called_in_one_file_only():
-    calls = ("allreduce(", "allgather(", "alltoall", ".all_reduce(", ".send([", ".recv([")
-    found = {path.name for path in SOURCE.rglob("*.py") if any(call in path.read_text() for call in calls)}
-    assert found == {"perform.py", "one_rank.py"}  # the second answers them, for a rank that is alone
+    calls = ("allreduce(", "allgather(", "alltoall", ".all_reduce(", ".send([", ".recv([", "barrier(")
+    calls += ("dist.broadcast", "dist.reduce", "dist.all_", "dist.gather", "dist.scatter", "reduce_scatter")
+    found = {place(path) for path in SOURCE.rglob("*.py") if any(call in path.read_text() for call in calls)}
+    assert found == {"lane/perform.py", "lane/one_rank.py"}  # the second answers them, for a rank alone
 
 
 def test_the_report_page_needs_no_torch():
-    pages = list((SOURCE / "page").glob("*.py"))
+    pages = list((SOURCE / "page").rglob("*.py"))
     assert pages
     assert not [name for path in pages for name in imported(path) if name.split(".")[0] == "torch"]
 

@@ -86,13 +86,35 @@ def test_all_levels_and_torch_give_the_same_bits(monkeypatch):
         assert all(torch.equal(a, b) for other in found for a, b in zip(found[0], other, strict=True))
 
 
+def exact_products(whole):
+    """Of rows of whole numbers near 1000 * 2**14, rounded once. Less that, they are so small that fp64 holds
+    every sum of their products, in whatever order a BLAS adds; whole numbers of Python hold the rest."""
+    base = 1000 * 2**14
+    rest = whole.double() - base
+    sums, products = rest.sum(1).tolist(), (rest @ rest.t()).tolist()
+    assert (rest.abs() @ rest.abs().t()).max() < 2**53
+    constant = whole.shape[1] * base**2
+    return [
+        [float(constant + base * int(a + b) + int(product)) for b, product in zip(sums, row, strict=True)]
+        for a, row in zip(sums, products, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("level", LEVELS, indirect=True)
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8, 64, 65])
 def test_inner_products_are_those_of_fp64(level, ranks):
+    """To 1e-14 of the sum of the terms, all of which are above 0."""
     for count in SIZES:
-        given = 1e3 + normal(ranks, count)
-        exact = given.double() @ given.double().t()
-        torch.testing.assert_close(rows.inner_products(given), exact, rtol=1e-14, atol=0)
+        whole = ((1e3 + normal(ranks, count)) * 2**14).round()
+        exact = torch.tensor(exact_products(whole), dtype=torch.float64).view(ranks, ranks)
+        torch.testing.assert_close(rows.inner_products(whole), exact, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+def test_inner_products_that_cancel_are_as_near_as_their_terms_allow(level):
+    whole = (normal(6, 40_001) * 2**10).round()  # sums of their products are exact in fp64
+    exact, room = whole.double() @ whole.double().t(), whole.double().abs() @ whole.double().abs().t()
+    assert ((rows.inner_products(whole) - exact).abs() <= 1e-14 * room).all()
 
 
 @pytest.mark.parametrize("level", LEVELS, indirect=True)

@@ -44,7 +44,7 @@ def tree_of(entries: Iterable[tuple[Path, object]]) -> dict[str, Any]:
                 raise InvalidValue(f"the entry {_shown(path)} is inside of a value")
         if last in place:
             raise InvalidValue(f"the entry {_shown(path)} is there twice")
-        place[last] = {} if value == EMPTY and isinstance(value, Mapping) else value
+        place[last] = {} if isinstance(value, Mapping) and value == EMPTY else value
     return tree
 
 

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .layout import Layout, Slot, as_layout
 from .scratch import Scratch
 
-
-class Slot(NamedTuple):
-    """One parameter's place in a bucket: its name in the module and its shape."""
-
-    name: str
-    shape: torch.Size
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
+__all__ = ["Bucket", "Layout", "Slot", "as_layout", "layout_digest"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """What a strategy receives: one flat gradient, and all that DDP knows about it.
 
-    ``flat`` is yours for the length of the call: you may overwrite it. Everything else is the same
-    on every rank, except ``rank`` and ``joined``.
+    ``flat`` is yours for the length of the call: you may overwrite it. It holds the parameters of ``layout``
+    side by side, each row by row, whatever its strides are. Everything else is the same on every rank,
+    except ``rank`` and ``joined``.
     """
 
     flat: Tensor
@@ -58,6 +49,10 @@ class Bucket:
     scratch: Scratch | None = field(default=None, repr=False, compare=False)
     """Where ``empty`` keeps its buffers; without it every call allocates."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout):  # any tuple of slots will do
+            object.__setattr__(self, "layout", Layout(self.layout))
+
     @property
     def owed_after(self) -> Tensor | None:
         """What takes the new debt: ``left``, or ``owed`` itself."""
@@ -77,7 +72,7 @@ class Bucket:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(slot.name for slot in self.layout)
+        return as_layout(self.layout).names
 
     def tensors(self) -> list[Tensor]:
         """The gradients one by one, as views into ``flat``."""
@@ -91,10 +86,8 @@ class Bucket:
         if self.flat.is_sparse:  # DDP gives a sparse gradient a bucket of its own
             yield self.layout[0].name, self.flat
             return
-        start = 0
-        for name, shape in self.layout:
-            yield name, self.flat[start : start + shape.numel()].view(shape)
-            start += shape.numel()
+        for slot, view in as_layout(self.layout).views(self.flat):
+            yield slot.name, view
 
     def empty(self, use: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         """A flat buffer of this bucket's own for one named use, the same one in every step.
@@ -128,7 +121,5 @@ class Bucket:
         return replace(self, flat=flat)
 
 
-@lru_cache(maxsize=1024)
 def layout_digest(layout: tuple[Slot, ...]) -> str:
-    text = ";".join(f"{name}{tuple(shape)}" for name, shape in layout)
-    return blake2b(text.encode(), digest_size=8).hexdigest()
+    return as_layout(layout).digest

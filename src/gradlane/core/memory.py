@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from .across import Fitting, Slots, misfit, sorted_out, summed
-from .bucket import Bucket, Slot
-
-Layout = tuple[Slot, ...]
+from .bucket import Bucket, Layout, Slot, as_layout
 
 
 class Memory:
@@ -38,7 +36,8 @@ class Memory:
         self.any_shape = any_shape
         self.undoable = False
         self._flats: dict[Layout, Tensor] = {}
-        self._homes: dict[str, Layout] = {}
+        self._homes: dict[str, Layout] = {}  # the very key of ``_flats``
+        self._living: dict[Layout, int] = {}  # how many parameters are at home there
         self._single: dict[str, Tensor] = {}
         self._other: dict[Layout, Tensor] = {}  # the second buffers
         self._written: set[Layout] = set()  # where this step's is in the second buffer
@@ -47,7 +46,7 @@ class Memory:
 
     def like(self, bucket: Bucket) -> Tensor:
         """The flat memory of this bucket; write to it in place."""
-        written = bucket.layout in self._written
+        written = as_layout(bucket.layout) in self._written
         before, after = self.turn(bucket)
         if before is not after and not written:
             after.copy_(before)
@@ -56,17 +55,18 @@ class Memory:
     def turn(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The flat memory as it is, and where to write what it becomes, all of it. The same tensor twice
         unless the memory is ``undoable``, or where the step has written already."""
-        before = self._flats.get(bucket.layout)
+        layout = as_layout(bucket.layout)
+        before = self._flats.get(layout)
         if before is None:
-            before = self._moved_to(bucket)
+            before = self._moved_to(layout, bucket.flat)
         if not self.undoable:
             return before, before
-        after = self._other.get(bucket.layout)
+        after = self._other.get(layout)
         if after is None or after.dtype != before.dtype:
-            after = self._other[bucket.layout] = torch.empty_like(before)
-        if bucket.layout in self._written:
+            after = self._other[layout] = torch.empty_like(before)
+        if layout in self._written:
             return after, after
-        self._written.add(bucket.layout)
+        self._written.add(layout)
         return before, after
 
     def keep(self) -> None:
@@ -86,23 +86,29 @@ class Memory:
                 self._single[name] = old
         self._replaced.clear()
 
-    def _moved_to(self, bucket: Bucket) -> Tensor:
-        flat = torch.zeros_like(bucket.flat, dtype=self.width(bucket.flat.dtype))
-        start = 0
-        for slot in bucket.layout:
+    def _moved_to(self, layout: Layout, like: Tensor) -> Tensor:
+        flat = torch.zeros_like(like, dtype=self.width(like.dtype))
+        for slot, place in layout.views(flat):
             old = self._found(slot)
             if old is not None:
-                flat[start : start + slot.numel].copy_(old.reshape(-1))
-            start += slot.numel
-        for slot in bucket.layout:  # all of them fit
-            if slot.name not in self._homes:
-                self._single.pop(slot.name, None)
-            self._homes[slot.name] = bucket.layout
-        self._flats[bucket.layout] = flat
-        living = set(self._homes.values())
-        self._flats = {layout: kept for layout, kept in self._flats.items() if layout in living}
-        self._other = {layout: other for layout, other in self._other.items() if layout in living}
+                place.copy_(old)
+        for slot in layout:  # all of them fit
+            self._move(slot.name)
+            self._homes[slot.name] = layout
+        self._living[layout] = len(layout)
+        self._flats[layout] = flat
         return flat
+
+    def _move(self, name: str) -> None:
+        """Out of the flat memory where it was, which goes with the last of its parameters."""
+        home = self._homes.get(name)
+        if home is None:
+            self._single.pop(name, None)
+            return
+        self._living[home] -= 1
+        if not self._living[home]:
+            for kept in (self._living, self._flats, self._other):
+                kept.pop(home, None)
 
     def width(self, gradient: torch.dtype) -> torch.dtype:
         """The dtype of what is kept of such a gradient; fp32 is wide enough, but not for fp64."""
@@ -113,7 +119,7 @@ class Memory:
     def _found(self, slot: Slot) -> Tensor | None:
         home = self._homes.get(slot.name)
         if home is not None:
-            found: Tensor | None = _views(home, self._flats[home])[slot.name]
+            found: Tensor | None = home.view(self._flats[home], slot.name)
         else:
             found = self._single.get(slot.name)
         if found is not None and found.shape != slot.shape:
@@ -146,9 +152,9 @@ class Memory:
     def state_dict(self) -> dict[str, Tensor]:
         saved = {name: tensor.clone() for name, tensor in self._single.items()}
         for layout, flat in self._flats.items():
-            for name, view in _views(layout, flat).items():
-                if self._homes[name] == layout:
-                    saved[name] = view.clone()
+            for slot, view in layout.views(flat):
+                if self._homes[slot.name] is layout:
+                    saved[slot.name] = view.clone()
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,7 +163,8 @@ class Memory:
                 raise InvalidValue(
                     f"the memory of {name!r} is a {type(tensor).__name__}; a state holds tensors only"
                 )
-        for kept in (self._flats, self._homes, self._other, self._written, self._replaced, self._blank):
+        for kept in (self._flats, self._homes, self._living, self._other, self._written, self._replaced,
+                     self._blank):  # fmt: skip
             kept.clear()
         self._single = {name: tensor.clone() for name, tensor in state.items()}
 
@@ -192,11 +199,3 @@ class Memory:
         return isinstance(other, Memory) and self.dtype == other.dtype  # state is no option
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    views, start = {}, 0
-    for slot in layout:
-        views[slot.name] = flat[start : start + slot.numel].view(slot.shape)
-        start += slot.numel
-    return views

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InvalidValue
 from .finite import all_finite
 from .native import native_for
+from .plain_products import at_line
 from .products import check_factors
 
 RUN = 131_072  # elements that plain torch works on at once
@@ -53,10 +54,10 @@ def leave_debt(m: Tensor, p: Tensor, q: Tensor, owed: Tensor, left: Tensor) -> N
     if kernels and (m.dtype, owed.dtype) == (torch.float32, torch.bfloat16):
         kernels.leave_debt(m, p, q, owed, left)
         return
-    step = max(1, RUN // max(1, m.shape[1]))
+    step, q = max(1, RUN // max(1, m.shape[1])), at_line(q)
     for start in range(0, len(m), step):
         rows = slice(start, start + step)
-        narrow = torch.addmm(m[rows], p[:, rows].t(), q, alpha=-1).to(owed.dtype)
+        narrow = torch.addmm(m[rows], at_line(p[:, rows]).t(), q, alpha=-1).to(owed.dtype)
         if not all_finite(narrow):
             narrow = torch.where(narrow.isfinite(), narrow, owed[rows])
         left[rows] = narrow

@@ -2,6 +2,10 @@
 
 Memory is read in runs of rows that stay in the second cache while several operations go over them. Skinny
 products keep the thin factor on the left, row-major: the other way round costs many times more.
+
+The BLAS may add up in another order where a matrix begins elsewhere in a line of the cache. So it gets every
+matrix, and puts every result, at the beginning of one: the bits depend on shapes and values alone, and a
+resumed run has those of the run that never stopped.
 """
 
 from __future__ import annotations
@@ -13,45 +17,67 @@ from torch import Tensor
 
 RUN = 262_144  # elements
 TERMS = 65_536  # elements; many operations go over two such runs
+LINE = 64  # bytes; where torch begins what it allocates on a CPU, and the longest vector
 
 
 def project_rows(
     g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None, keep_sum: bool
 ) -> None:
-    if owed is None:
+    if owed is None and g.device.type != "cpu":
         torch.mm(q, g.t(), out=p)
         return
-    room = None if keep_sum else _room(g)
+    q, room, keep_sum = at_line(q), _room(g), keep_sum and owed is not None
     for rows in _runs(g):
-        m = g[rows] if room is None else room[: rows.stop - rows.start]
-        torch.add(g[rows], owed[rows], out=m)
-        torch.mm(q, m.t(), out=p[:, rows])
-        if left is not None:
-            m.addmm_(p[:, rows].t(), q, alpha=-1)
-            _put(m, p[:, rows].isfinite().all(0).unsqueeze(1), owed[rows], left[rows])
+        own = g[rows]
+        to = own if keep_sum and _begins_line(own) else room
+        m = _sum(own, None if owed is None else owed[rows], to)
+        part = torch.mm(q, m.t())
+        p[:, rows] = part
+        if keep_sum and to is room:
+            own.copy_(m)
+        if left is not None and owed is not None:
+            m.addmm_(part.t(), q, alpha=-1)
+            _put(m, part.isfinite().all(0).unsqueeze(1), owed[rows], left[rows])
 
 
 def project_columns(
     g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None, summed: bool
 ) -> None:
-    apart = left is not None and owed is not None and left.data_ptr() != owed.data_ptr()
-    m = g
-    if summed or owed is None:
+    debt = None if summed else owed
+    if debt is None and left is None and g.device.type != "cpu":
         torch.mm(p, g, out=q)
-    elif left is None:
-        torch.mm(p, g, out=q).addmm_(p, owed)
-    else:
-        m = left if apart else torch.empty_like(g)
-        q.zero_()
-        for rows in _runs(g):
-            q.addmm_(p[:, rows], torch.add(g[rows], owed[rows], out=m[rows]))
+        return
+    room, total = _room(g), torch.zeros_like(q)
+    for rows in _runs(g):
+        total.addmm_(at_line(p[:, rows]), _sum(g[rows], None if debt is None else debt[rows], room))
+    q.copy_(total)
     if left is None or owed is None:
         return
-    sound, room = q.isfinite().all(0), _room(g) if m is g and not apart else m
+    sound, apart = total.isfinite().all(0), left.data_ptr() != owed.data_ptr()
     for rows in _runs(g):
-        to = left[rows] if apart else room[rows] if room is m else room[: rows.stop - rows.start]
-        torch.addmm(m[rows], p[:, rows].t(), q, alpha=-1, out=to)
-        _put(to, sound, owed[rows], left[rows])
+        to = left[rows] if apart and _begins_line(left[rows]) else room
+        m = _sum(g[rows], None if debt is None else debt[rows], to, own=True)
+        m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
+        _put(m, sound, owed[rows], left[rows])
+
+
+def at_line(matrix: Tensor) -> Tensor:
+    """The same numbers where a line begins: itself, or a copy."""
+    return matrix if _begins_line(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _begins_line(matrix: Tensor) -> bool:
+    """Other devices have no such lines."""
+    return matrix.is_contiguous() and (matrix.device.type != "cpu" or matrix.data_ptr() % LINE == 0)
+
+
+def _sum(g: Tensor, owed: Tensor | None, to: Tensor, *, own: bool = False) -> Tensor:
+    """g + owed where a line begins, in ``to``; g itself where that is one already, unless the caller will
+    write to it (``own``)."""
+    m = to[: len(g)]
+    if owed is not None:
+        return torch.add(g, owed, out=m)
+    return g if _begins_line(g) and not own else m.copy_(g)
 
 
 def _put(m: Tensor, sound: Tensor, owed: Tensor, left: Tensor) -> None:
@@ -59,8 +85,8 @@ def _put(m: Tensor, sound: Tensor, owed: Tensor, left: Tensor) -> None:
     is not sound."""
     on_cpu = m.device.type == "cpu"  # elsewhere, asking costs more than it saves
     if not (on_cpu and m.sum().isfinite() and sound.all()):
-        m.copy_(torch.where(m.isfinite() & sound, m, owed))
-    if m.data_ptr() != left.data_ptr():
+        left.copy_(torch.where(m.isfinite() & sound, m, owed))
+    elif m.data_ptr() != left.data_ptr():
         left.copy_(m)
 
 

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ..core.bucket import Bucket, Slot
+from ..core.bucket import Bucket, Layout
 from ..core.collectives import Request, all_reduce
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from .backward import current_backward, settle_after_backward
-from .base import Lane
+from .base import Lane, same
 from .book import Book
 from .feed import Feed, layout_of
 from .guard import Guard
+from .order import Order, order_of
 
 NameOf = Callable[[int, int, Tensor], str]
+
+
+class _Held(NamedTuple):
+    """What is in one of DDP's buckets: whose gradients, and how they lie there."""
+
+    who: tuple[int, ...]
+    layout: Layout
+    order: Order | None
 
 
 class DdpFeed(Feed):
@@ -45,7 +56,7 @@ class DdpFeed(Feed):
         """Whether an error must not wait for the end of DDP's own backward, which would not come."""
         self._settled: int | None = None
         self._expected: list[list[str]] = []  # where DDP has rebuilt its buckets since the last step
-        self._layouts: dict[int, tuple[tuple[int, ...], tuple[Slot, ...]]] = {}
+        self._buckets_held: dict[int, _Held] = {}
 
     def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
         backward = current_backward()
@@ -53,7 +64,10 @@ class DdpFeed(Feed):
         if given.index() == 0:
             self.begin(strategy, joined=not active)
         flat = given.buffer()
-        bucket = self.bucket(flat, self._layout(given), given.index(), given.is_last(), joined=not active)
+        held = self._held(given)
+        order = held.order
+        straight = flat if order is None else order.straightened(flat)
+        bucket = self.bucket(straight, held.layout, given.index(), given.is_last(), joined=not active)
         if active and backward != self._settled:
             # Once for each backward; a checkpointed module runs parts of it in one of their own.
             settle_after_backward(self.lane, lambda: not self.in_step, self._backward_ended, self.hopeless)
@@ -61,7 +75,8 @@ class DdpFeed(Feed):
         if bucket.is_last:
             self._expected = []
         # Outside of backward DDP waits for the future and shows its error.
-        answer = self.give(bucket, strategy, as_complex=flat.is_complex(), loud=not active)
+        finish = same if order is None else partial(order.put_back, into=flat)
+        answer = self.give(bucket, strategy, as_complex=flat.is_complex(), finish=finish, loud=not active)
         if bucket.is_last and not active:
             self._shadowed()
         return answer
@@ -95,20 +110,20 @@ class DdpFeed(Feed):
                 for index, bucket in enumerate(buckets)
             ]
 
-    def _layout(self, given: dist.GradBucket) -> tuple[Slot, ...]:
+    def _held(self, given: dist.GradBucket) -> _Held:
         """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters."""
         parameters = given.parameters()
         index = given.index()
         who = tuple(map(id, parameters))
-        known = self._layouts.get(index)
-        if known is not None and known[0] == who:
-            return known[1]
+        known = self._buckets_held.get(index)
+        if known is not None and known.who == who:
+            return known
         names = [self._name_of(index, place, parameter) for place, parameter in enumerate(parameters)]
-        layout = layout_of(names, parameters)
         if known is not None:
             self._scratch.clear()  # made for buckets that are no more; what is under way keeps its own
-        self._layouts[index] = (who, layout)
-        return layout
+        held = _Held(who, layout_of(names, parameters), order_of(parameters, given.buffer()))
+        self._buckets_held[index] = held
+        return held
 
 
 @dataclass

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..core.bucket import Bucket, Slot
+from ..core.bucket import Bucket, Layout, Slot
 from ..core.events import StepTimes, wire_bytes
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy
 from ..errors import NonFinite
-from .base import Lane, same
+from .base import Finish, Lane, same
 from .book import Book
 from .drift import DriftCheck
 from .guard import Guard
@@ -69,9 +69,15 @@ class Feed:
         self.guard.begin(strategy, self.step, joined=joined)
 
     def give(
-        self, bucket: Bucket, strategy: Strategy, *, as_complex: bool = False, loud: bool = False
+        self,
+        bucket: Bucket,
+        strategy: Strategy,
+        *,
+        as_complex: bool = False,
+        finish: Finish = same,
+        loud: bool = False,
     ) -> Future[Tensor]:
-        """The next bucket of the step that was begun; its mean, later."""
+        """The next bucket of the step that was begun; its mean, later, as ``finish`` leaves it."""
         self.guard.look_at_own(bucket)
         self._buckets.append(bucket.layout)
         self.in_step = not bucket.is_last
@@ -80,9 +86,8 @@ class Feed:
         self.step += bucket.is_last
         raw = bucket.flat.numel() * bucket.flat.element_size()
         self.book.gradient(raw, wire_bytes("all_reduce", raw, self._world), bucket.is_last)
-        return self._way.submit(
-            self._wrapped(strategy), bucket, finish=_complex if as_complex else same, loud=loud
-        )
+        whole = (lambda mean: finish(_complex(mean))) if as_complex else finish
+        return self._way.submit(self._wrapped(strategy), bucket, finish=whole, loud=loud)
 
     def _wrapped(self, strategy: Strategy) -> Strategy:
         return unscaled(strategy, self.scaler)
@@ -135,9 +140,9 @@ def _complex(mean: Tensor) -> Tensor:
     return torch.view_as_complex(mean.view(-1, 2))
 
 
-def layout_of(names: Sequence[str], parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
+def layout_of(names: Sequence[str], parameters: Sequence[Tensor]) -> Layout:
     """The slots of a bucket of one dtype."""
-    return tuple(
+    return Layout(
         Slot(name, torch.Size((*parameter.shape, *((2,) if parameter.is_complex() else ()))))
         for name, parameter in zip(names, parameters, strict=True)
     )

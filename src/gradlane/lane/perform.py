@@ -99,6 +99,21 @@ def commit(group: Any, step: int, flag: int) -> tuple[int, int, int]:
     return -first, last, flagged
 
 
+def meet(limit: timedelta) -> None:
+    """A barrier of the default group that ends in time by itself: to destroy a group waits for all that it
+    has under way, and the group's own time-out may be half an hour."""
+    if "gloo" in str(dist.get_backend_config()):
+        how = dist.BarrierOptions()
+        how.timeout = limit
+        how.device = torch.device("cpu")
+        how.asyncOp = True
+        work = dist.distributed_c10d._get_default_group().barrier(how)
+    else:
+        work = dist.barrier(async_op=True)
+    if work is not None:
+        work.wait(limit)
+
+
 def sever(group: Any) -> None:
     """End all that is under way on a group of Gloo, here at once, and let its peers find it closed.
 

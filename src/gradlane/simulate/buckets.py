@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..core.bucket import Slot
+from ..core.bucket import Layout, Slot
 from ..errors import InvalidValue, WrongType
 
 Shape = Iterable[int]
@@ -43,7 +43,7 @@ def split(slots: Iterable[tuple[Slot, torch.dtype]], bucket_bytes: int | None) -
             filled, current = 0, dtype
         buckets[-1].append(slot)
         filled += size
-    return [tuple(bucket) for bucket in buckets]
+    return [Layout(bucket) for bucket in buckets]
 
 
 def flattened(gradients: Mapping[str, Tensor], layout: tuple[Slot, ...]) -> Tensor:

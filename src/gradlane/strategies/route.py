@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.bucket import Bucket, Slot
+from ..core.bucket import Bucket, Layout, Slot, as_layout
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 from .mean import Mean
@@ -51,7 +51,7 @@ class Route(Strategy):
         return all(strategy.averages for strategy in (*self.rules.values(), self.otherwise))
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        shares = _shares(self._leading(), bucket.layout)
+        shares = _shares(self._leading(), as_layout(bucket.layout))
         if len(shares) == 1:  # the usual case, and the only one for a sparse gradient
             return await self._strategy(next(iter(shares))).reduce(bucket)
         gave_sent: list[tuple[list[slice], Callable[[], Tensor] | None, Tensor]] = []
@@ -90,25 +90,26 @@ class Route(Strategy):
         return [p for p in self.rules if not any(fnmatchcase(name, p) for name in names)]
 
 
-Shares = dict[str, tuple[list[slice], tuple[Slot, ...]]]
+Shares = dict[str, tuple[list[slice], Layout]]
 
 
 @lru_cache(maxsize=1024)
-def _shares(leading: tuple[tuple[str, str], ...], layout: tuple[Slot, ...]) -> Shares:
+def _shares(leading: tuple[tuple[str, str], ...], layout: Layout) -> Shares:
     """Which places of the flat gradient belong to which leading pattern; neighbours are joined."""
     leaders = dict(leading)
-    found: Shares = {leader: ([], ()) for leader in leaders.values()}
+    places: dict[str, list[slice]] = {leader: [] for leader in leaders.values()}
+    slots: dict[str, list[Slot]] = {leader: [] for leader in leaders.values()}
     start = 0
     for slot in layout:
         chosen = leaders[next((p for p in leaders if fnmatchcase(slot.name, p)), OTHERWISE)]
-        places, slots = found[chosen]
-        if places and places[-1].stop == start:
-            places[-1] = slice(places[-1].start, start + slot.numel)
+        own, stop = places[chosen], start + slot.numel
+        if own and own[-1].stop == start:
+            own[-1] = slice(own[-1].start, stop)
         else:
-            places.append(slice(start, start + slot.numel))
-        found[chosen] = (places, (*slots, slot))
-        start += slot.numel
-    return {pattern: share for pattern, share in found.items() if share[1]}
+            own.append(slice(start, stop))
+        slots[chosen].append(slot)
+        start = stop
+    return {leader: (places[leader], Layout(found)) for leader, found in slots.items() if found}
 
 
 def _gathered(flat: Tensor, places: list[slice]) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ def _tables(items: Sequence[Item], cells: int, cell: int) -> list[np.ndarray]:
     """For each item and each limit: the ranks beyond its first, when it and those before share the limit."""
     best, tables = np.zeros(cells + 1), []
     for cost, gains in items:
-        most, ranks, total = best.copy(), np.zeros(cells + 1, np.int32), 0.0
+        most, ranks, total = best.copy(), np.zeros(cells + 1, np.min_scalar_type(len(gains))), 0.0
         for extra, gain in enumerate(gains[1:], start=1):
             total += gain
             width = -(-cost * extra // cell)
@@ -62,14 +63,21 @@ def _backwards(items: Sequence[Item], tables: list[np.ndarray], cells: int, cell
 
 
 def _rounded_up(items: Sequence[Item], chosen: list[int], left: int) -> list[int]:
-    while True:
-        fitting = [
-            (item.gains[rank] / item.cost, -place)
-            for place, (item, rank) in enumerate(zip(items, chosen, strict=True))
-            if item.cost <= left and rank < len(item.gains) and item.gains[rank] > 0
-        ]
-        if not fitting:
-            return chosen
-        place = -max(fitting)[1]
-        chosen[place] += 1
-        left -= items[place].cost
+    """One rank at a time for the item that gains most for its cost, of equals the first."""
+    waiting = [entry for place in range(len(items)) for entry in _offer(items, chosen, place)]
+    heapify(waiting)
+    while waiting:
+        _, place = heappop(waiting)
+        if items[place].cost <= left:  # else it will never fit: what is left only shrinks
+            chosen[place] += 1
+            left -= items[place].cost
+            for entry in _offer(items, chosen, place):
+                heappush(waiting, entry)
+    return chosen
+
+
+def _offer(items: Sequence[Item], chosen: list[int], place: int) -> Iterator[tuple[float, int]]:
+    """What the next rank of an item gains, smaller for more; nothing where there is none."""
+    (cost, gains), rank = items[place], chosen[place]
+    if rank < len(gains) and gains[rank] > 0:
+        yield -gains[rank] / cost, place

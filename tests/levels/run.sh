@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The tests whose numbers may depend on the make of the processor, as it would be with fewer instructions:
+# our kernels, torch's, MKL's and oneDNN's are lowered together. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+trap 'exit 130' INT TERM
+python=${GRADLANE_PYTHON:-.venv/bin/python}
+
+# What a BLAS has a part in, and what must be the same bits after a resume.
+products=(tests/unit/test_rows.py tests/unit/test_products.py tests/unit/test_narrow_debt.py tests/laws/test_lowrank.py
+  tests/laws/test_budget.py tests/laws/test_aggregates.py tests/laws/test_narrow_memory.py tests/parity
+  tests/faults/test_resume.py)
+# All else with numbers in it.
+others=(tests/unit/test_kernels.py tests/unit/test_finite.py tests/laws/test_laws.py tests/laws/test_codecs.py
+  tests/laws/test_feedback.py tests/laws/test_rules.py tests/laws/test_weighted.py tests/laws/test_private.py
+  tests/laws/test_tokens.py)
+
+# name | which tests | our kernels | what torch and its libraries may use, and how many threads
+levels=(
+  "no compiled kernels, SSE|all|torch|ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1"
+  "no compiled kernels, AVX2|products|torch|ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2"
+  "portable kernels, MKL as on any processor|products|portable|ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1"
+  "AVX2|all|avx2|ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1"
+  "AVX-512, two threads|products|avx512|OMP_NUM_THREADS=2"
+)
+has=" torch $("$python" -c 'from gradlane.kernels import native; print(*native.levels())') "
+failed=()
+for level in "${levels[@]}"; do
+  IFS='|' read -r name which kernels settings <<<"$level"
+  if [[ $has != *" $kernels "* ]]; then
+    echo "== $name: left out, this machine has no $kernels kernels (it has:$has)"
+    continue
+  fi
+  tests=("${products[@]}")
+  if [ "$which" = all ]; then tests+=("${others[@]}"); fi
+  echo "== $name ($which): GRADLANE_KERNELS=$kernels $settings"
+  # shellcheck disable=SC2086  # several settings, none with a blank in it
+  env GRADLANE_KERNELS="$kernels" $settings "$python" -m pytest -m "not slow" -q -o cache_dir=.pytest_cache/levels \
+    "${tests[@]}" "$@" || failed+=("$name")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'failed: %s\n' "${failed[@]}"
+  exit 1
+fi
+echo "passed at every level that this machine has"
