@@ -18,6 +18,7 @@ from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongType
 from ..settings import Options
+from .ddp_only import needs_ddp
 from .one_process import reduce_after_backward
 
 if TYPE_CHECKING:
@@ -71,9 +72,3 @@ class _Accumulating:
                 self.now = before
 
         fabric.no_backward_sync = told
-
-
-def needs_ddp(who: str, strategy: str) -> str:
-    return (
-        f'gradlane works on DDP models, the strategy of this {who} is {strategy}; use {who}(strategy="ddp")'
-    )

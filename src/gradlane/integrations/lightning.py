@@ -18,7 +18,8 @@ from ..errors import InvalidValue, WrongState, WrongType
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
-from .fabric import attach_fabric, needs_ddp
+from .ddp_only import needs_ddp
+from .fabric import attach_fabric
 from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
 from .resume import go_on
 
