@@ -262,7 +262,8 @@ def test_what_cannot_work_is_refused_with_a_way_out(tmp_path):
     assert "ddp_comm_hook" in hook
     assert "leave it out" in hook
     assert "GradientComm" in second  # Lightning's own words
-    assert "saved by ErrorFeedback(Gathered(TopK(ratio=0.2))), this run has Mean()" in other_strategy
+    assert "saved by ErrorFeedback(Gathered(TopK(ratio=0.2" in other_strategy
+    assert "this run has Mean()" in other_strategy
     assert "no manifest.json" in no_folder
     assert str(tmp_path / "a.ckpt.gradlane") in no_folder
     assert "GradientComm(..., resume=False)" in no_folder
