@@ -18,7 +18,7 @@ from copies import parser_for, timed, write
 from torch import Tensor
 
 from gradlane.kernels import native, products
-from gradlane.kernels.narrow_debt import add_debt, leave_debt
+from gradlane.kernels.bf16_residual import add_debt, leave_debt
 
 SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
 PASSES = ("rows", "orthonormalise", "columns+settle", "expand")

@@ -21,9 +21,9 @@ import gradlane as gl
 from gradlane.aggregate.mean import mean
 from gradlane.codecs.base import Codec
 from gradlane.core.collectives import all_gather, all_to_all
-from gradlane.strategies.coded import SALT, Shards, encoded
-from gradlane.trial.tasks import bytes_task
-from gradlane.trial.worker import MOMENTUM, share_of_rate
+from gradlane.strategies.shards import SALT, Shards, encoded
+from gradlane.train.tasks import bytes_task
+from gradlane.train.worker import MOMENTUM, share_of_rate
 
 
 @dataclass

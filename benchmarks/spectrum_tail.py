@@ -9,8 +9,8 @@ import torch
 
 import gradlane as gl
 from gradlane.strategies.lowrank.knapsack import Item, ranks_within
-from gradlane.trial.tasks import TASKS
-from gradlane.trial.worker import share_of_rate
+from gradlane.train.tasks import TASKS
+from gradlane.train.worker import share_of_rate
 
 SEEN, RANKS, RATE = 4, 32, 2
 LOOKS = (60, 90, 120)

@@ -2,11 +2,11 @@
 from ._version import __version__
 from .aggregate.adasum import AdaSum
 from .aggregate.centre import CenteredClipping, GeometricMedian
+from .aggregate.elementwise import Median, NearMedian, TrimmedMean
 from .aggregate.krum import Bulyan, Krum, MultiKrum
 from .aggregate.mean import mean
-from .aggregate.middle import Median, NearMedian, TrimmedMean
-from .aggregate.mixing import NNM
 from .aggregate.mixture import Mixture
+from .aggregate.nnm import NNM
 from .aggregate.rule import GramRule, RowRule, Rule
 from .aggregate.watch import Watch
 from .attachment import Attachment
@@ -25,7 +25,7 @@ from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
 from .ddp import attach
 from .elastic import init_elastic
-from .end import shutdown
+from .ending import shutdown
 from .errors import (
     GradlaneError,
     InvalidValue,
@@ -38,8 +38,6 @@ from .errors import (
     WrongType,
 )
 from .reducer import Reducer, reduce_gradients
-from .report.jsonl import JsonLines
-from .report.sink import Run, Sink
 from .simulate.check import Finding, check_strategy
 from .simulate.dryrun import Trace, dry_run
 from .simulate.ranks import Simulation
@@ -59,6 +57,8 @@ from .strategies.schedule import After
 from .strategies.text import describe, parse
 from .strategies.tokens import TokenCount
 from .strategies.weighted import WeightedMean
+from .telemetry.jsonl import JsonLines
+from .telemetry.sink import Run, Sink
 
 __all__ = [
     "DGC",

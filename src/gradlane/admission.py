@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from .agree.objections import objection
 from .core.claims import refuse_foreign
 from .core.home import Home
 from .core.strategy import Strategy, check_world
 from .core.stray import refuse_stray
 from .errors import GradlaneError
-from .lane.objections import objection
 
 
 def objection_to(

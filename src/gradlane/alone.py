@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .core.strategy import Strategy
-from .lane.backward import current_backward
+from .feed.ddp_internals import current_backward
 from .lane.one_rank import OneRank
 from .log import log
 from .reducer import Reducer

@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .at_work import AtWork
+from .agree.limits import limit_of_group
 from .core.strategy import Strategy
-from .lane.ddp_feed import DdpFeed
-from .lane.ddp_waits import DdpWaits, watch_over
-from .lane.guard import Guard
-from .lane.limits import limit_of_group
+from .feed.ddp import DdpFeed
+from .feed.ddp_waits import DdpWaits, watch_over
+from .feed.nonfinite import Guard
+from .feed.rebuilt import rebuilt_buckets
 from .lane.open import Opened
-from .lane.rebuilt import rebuilt_buckets
 from .lane.thread import ThreadLane
+from .session import Session
 from .settings import Settings
 
 
-class Attachment(AtWork):
+class Attachment(Session):
     """A strategy at work on a DDP model. Made by ``attach``; also a context manager that closes.
 
     After ``close`` the model stays as it is, but a backward of it raises until something is attached again.

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .attachment import Attachment
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
+from .feed.loss_scale import Scaler
+from .feed.nonfinite import Policy
+from .feed.sharded_models import refuse_sharded
 from .lane.base import completed_future
-from .lane.guard import Policy
-from .lane.scaled import Scaler
-from .lane.sharded import refuse_sharded
-from .report.sink import Observer
 from .settings import settings_of
 from .strategies.given import as_strategy
+from .telemetry.sink import Observer
 
 
 class _Port:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .agree.board import Board
+from .agree.limits import Limit, checked_timeout, torchs_own
 from .errors import InvalidValue, WrongState
-from .lane.agree import Board
-from .lane.limits import Limit, checked_timeout, torchs_own
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .end import shutdown
+from .ending import shutdown
 from .errors import InvalidValue, WrongState
 from .family import Family, die_with_parent
 from .lane.living import living_lanes

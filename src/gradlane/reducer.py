@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from .at_work import AtWork
 from .core.numbers import is_number
 from .core.strategy import Strategy
 from .errors import InvalidValue, WrongState
-from .lane.guard import Guard
-from .lane.one_rank import OneRank
-from .lane.open import Opened
-from .lane.own_feed import OwnFeed
-from .lane.own_model import (
+from .feed.nonfinite import Guard
+from .feed.own_buckets import parcels
+from .feed.own_loop import OwnFeed
+from .feed.own_model import (
     Parameters,
     checked_group,
     checked_model,
@@ -26,7 +24,9 @@ from .lane.own_model import (
     trained_of,
     uncompiled,
 )
-from .lane.parcel import parcels
+from .lane.one_rank import OneRank
+from .lane.open import Opened
+from .session import Session
 from .settings import ScaledOptions, Settings, settings_of
 from .strategies.given import as_strategy
 from .strategies.text import describe
@@ -39,7 +39,7 @@ DEFAULT_BUCKET_MB = 25.0  # DDP's
 _kept: list[Reducer] = []  # one for each model, until it is closed: its memory must outlive the call
 
 
-class Reducer(AtWork):
+class Reducer(Session):
     """A strategy at work on a model without DDP; one for each model. ``reduce`` after every backward.
 
     Call it on every rank of the group, when the model has its parameters. All ranks compare library version,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypedDict
 
+from .agree.limits import checked_ranks_per_node, checked_timeout
 from .errors import WrongType
-from .lane.drift import checked_every
-from .lane.guard import Policy, checked_policy
-from .lane.limits import checked_ranks_per_node, checked_timeout
-from .lane.scaled import Scaler, checked_scaler
-from .report.sink import Observer, observers_of
+from .feed.drift import checked_every
+from .feed.loss_scale import Scaler, checked_scaler
+from .feed.nonfinite import Policy, checked_policy
+from .telemetry.sink import Observer, observers_of
 
 
 class Options(TypedDict, total=False):

@@ -11,9 +11,9 @@ from torch import Tensor
 from .checkpoint.files import rearranged
 from .checkpoint.load import fitting_of
 from .checkpoint.tree import part_at
-from .core.across import Slots
 from .core.memory import Memory
 from .core.strategy import Leaf, Strategy, named_states
+from .core.world_change import Slots
 from .errors import InvalidValue
 from .strategies.accountant import Spent
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from gradlane.page.write import write_page
+from gradlane.report.write import write_page
 
-from .. import report_samples as samples
+from ..support import report_samples as samples
 
 pytestmark = pytest.mark.slow
 

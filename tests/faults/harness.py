@@ -19,7 +19,7 @@ import torch.distributed as dist
 import gradlane as gl
 from gradlane.ranks import Ranks
 
-from ..leftovers import gone
+from ..support.leftovers import gone
 
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 

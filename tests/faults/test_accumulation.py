@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..catalogue import STRATEGIES
+from ..support.catalogue import STRATEGIES
 from .test_extremes import numbers
 
 PARTS, SAMPLES, STEPS = 4, 4, 3

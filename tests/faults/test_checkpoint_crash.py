@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import RankFailed, run_ranks
 
-from ..checkpoints import SMALL
-from ..training import build, data
+from ..support.checkpoints import SMALL
+from ..support.training import build, data
 from .harness import SEED
 
 STRATEGY = "ErrorFeedback(Sharded(Int4(block=32)))"

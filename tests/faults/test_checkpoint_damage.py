@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..checkpoints import SMALL
-from ..mutations import MUTATIONS, damaged
-from ..training import build, data
+from ..support.checkpoint_damage import MUTATIONS, damaged
+from ..support.checkpoints import SMALL
+from ..support.training import build, data
 from .harness import SEED
 
 LIMIT = 1.0  # seconds to a refusal
@@ -102,7 +102,7 @@ def test_the_payload_would_be_executed_by_a_reader_that_unpickles(tmp_path):
     """Or the test above would prove nothing."""
     import pickle
 
-    from ..mutations import Payload
+    from ..support.checkpoint_damage import Payload
 
     pickle.loads(pickle.dumps(Payload(tmp_path / "touched")))
     assert (tmp_path / "touched").exists()

@@ -7,8 +7,8 @@ import torch
 
 import gradlane as gl
 
-from ..catalogue import OWING, STRATEGIES
-from ..codecs import CODECS
+from ..support.catalogue import OWING, STRATEGIES
+from ..support.codecs import CODECS
 from .harness import drawing
 
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2}

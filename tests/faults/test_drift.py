@@ -5,10 +5,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
-from gradlane.lane.drift import hashed, odd_ones
+from gradlane.feed.drift import hashed, odd_ones
 from gradlane.local import run_ranks
 
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 
 
 def train(rank, who, at, every, strategy):
@@ -89,7 +89,7 @@ def test_a_hash_sees_bits_names_and_order():
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_every_is_a_number_of_steps(every):
-    from gradlane.lane.drift import checked_every
+    from gradlane.feed.drift import checked_every
 
     with pytest.raises(gl.InvalidValue, match="use a number of steps from 1 up"):
         checked_every(every)

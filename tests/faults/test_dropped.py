@@ -14,8 +14,8 @@ import gradlane as gl
 from gradlane import compat
 from gradlane.local import run_ranks
 
-from ..leftovers import gone
-from ..training import build, data, replicas_equal
+from ..support.leftovers import gone
+from ..support.training import build, data, replicas_equal
 
 MEMORY = "ErrorFeedback(Sharded(Int8()))"
 
@@ -77,14 +77,14 @@ QUICK = ((2, "attached_in_a_cycle"), (3, "attached"), (3, "reduced"), (2, "compa
 def trained(rank, way):
     """A model that trains for two steps and is dropped; whether that was all of it."""
     made = WAYS[way](rank)
-    model, at_work = made if isinstance(made, tuple) else (made, None)
+    model, session = made if isinstance(made, tuple) else (made, None)
     for step in range(2):
         model(data(rank, step)).backward()
         if way == "reduced":
-            at_work.reduce()
+            session.reduce()
     assert replicas_equal(p.grad for p in model.parameters() if p.requires_grad)
     if way in ("closed", "swapped"):
-        at_work.close()
+        session.close()
     return weakref.ref(model)
 
 

@@ -5,7 +5,7 @@ import torch
 
 import gradlane as gl
 
-from ..catalogue import STRATEGIES
+from ..support.catalogue import STRATEGIES
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2), "none": (0, 4)}
 everyone = pytest.mark.parametrize("name", STRATEGIES)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.core.running import intercept
 
-from ..catalogue import STRATEGIES
-from ..training import replicas_equal
+from ..support.catalogue import STRATEGIES
+from ..support.training import replicas_equal
 from .harness import SEED, Run, connect, drawing, side_by_side
 
 WORLD, STEPS, LAYERS, WIDTH = 3, 4, 16, 12

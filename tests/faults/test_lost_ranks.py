@@ -13,12 +13,12 @@ import gradlane as gl
 from gradlane.lane.peers import GRACE, Peers
 from gradlane.local import run_ranks, tell
 
-from ..catalogue import STRATEGIES
-from ..training import build, data, replicas_equal
-from . import blows as training
-from .blows import SAVED, WORLD, Blow, begin, kill_one, killed, stop_one, strategy_of, told
+from ..support.catalogue import STRATEGIES
+from ..support.training import build, data, replicas_equal
+from . import kills as training
 from .faulty import Faulty, Point, fire
 from .harness import connect, drawing, leave_the_lost, run, side_by_side, state_of
+from .kills import SAVED, WORLD, Blow, begin, kill_one, killed, stop_one, strategy_of, told
 
 NAMES = ("mean", "int4 feedback", "powersgd")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
-from gradlane import at_work
+from gradlane import session
 from gradlane.local import run_ranks
 
 from .harness import drawing
@@ -123,7 +123,7 @@ def the_rest(rank, odd):
     ddp = wrapped()
     found = {"ranks_per_node": refused(ddp, "Mean()", ranks_per_node=3 if rank == odd else 1)}
     if rank == odd:
-        at_work.__version__ = "0.0.0"
+        session.__version__ = "0.0.0"
     found["version"] = refused(ddp, "Mean()")
     return found
 
@@ -132,7 +132,7 @@ def then_a_good_one(rank, cases, odd):
     """After all refusals the ranks are still good for an attach and a step."""
     found = cases(rank, odd)
     ddp = wrapped()
-    at_work.__version__ = gl.__version__
+    session.__version__ = gl.__version__
     with gl.attach(ddp, "Sharded(Int8())", timeout=20):
         ddp(torch.ones(2, 4)).sum().backward()
     return found

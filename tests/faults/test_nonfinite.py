@@ -12,7 +12,7 @@ import gradlane as gl
 from gradlane.local import run_ranks
 
 from ..laws.test_undo import equal, tensors
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 from .harness import drawn_again
 
 SMALL = {"bucket_cap_mb": 0.004}

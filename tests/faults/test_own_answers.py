@@ -10,8 +10,8 @@ import gradlane as gl
 from gradlane.core.trust import is_our_own
 from gradlane.local import run_ranks
 
-from ..catalogue import MajorityVote, largest, median
-from ..training import replicas_equal
+from ..support.catalogue import MajorityVote, largest, median
+from ..support.training import replicas_equal
 
 
 @dataclass

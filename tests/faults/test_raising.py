@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..catalogue import STRATEGIES
-from ..training import build, data, flat, replicas_equal
+from ..support.catalogue import STRATEGIES
+from ..support.training import build, data, flat, replicas_equal
 from .faulty import Broken, Faulty, Point
 from .harness import drawing
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..leftovers import children, gone
+from ..support.leftovers import children, gone
 from .harness import drawing
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"

@@ -8,7 +8,7 @@ import torch
 
 import gradlane as gl
 
-from ..checkpoints import run, stateful
+from ..support.checkpoints import run, stateful
 from .harness import Run, connect, drawn_again, side_by_side
 
 OPTIONS = ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True})

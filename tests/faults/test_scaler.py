@@ -10,7 +10,7 @@ import gradlane as gl
 from gradlane.local import run_ranks
 
 from ..laws.test_undo import equal
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 from .test_nonfinite import SMALL, STRATEGIES, Injected
 
 

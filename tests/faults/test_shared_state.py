@@ -14,7 +14,7 @@ from gradlane.local import run_ranks
 from gradlane.strategies.lowrank import powersgd
 
 from ..laws.test_undo import equal
-from ..training import Awkward, build, data, replicas_equal
+from ..support.training import Awkward, build, data, replicas_equal
 from .test_nonfinite import SMALL, Injected
 
 FAILS = 2

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 from .test_nonfinite import SMALL, Injected
 
 PARTS = 16

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..catalogue import STRATEGIES
-from ..training import build, data
+from ..support.catalogue import STRATEGIES
+from ..support.training import build, data
 from .harness import SEED, run
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane import compat
+from gradlane.agree.limits import limit_of_group, torchs_own
 from gradlane.integrations import lightning_checkpoints
-from gradlane.lane.limits import limit_of_group, torchs_own
 from gradlane.local import run_ranks
 
-from ..training import build, data
+from ..support.training import build, data
 from .faulty import Broken, Faulty, Point, fire
 from .harness import Warnings, leave_the_lost, run
 from .harness import connect as harness_connect

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 from .faulty import Faulty, Point
 from .harness import Warnings
 

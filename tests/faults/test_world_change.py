@@ -12,8 +12,8 @@ import gradlane as gl
 from gradlane.core.strategy import named_states, shared_state
 from gradlane.local import run_ranks
 
-from ..catalogue import OWING, STRATEGIES
-from ..checkpoints import owed_by, total
+from ..support.catalogue import OWING, STRATEGIES
+from ..support.checkpoints import owed_by, total
 from .harness import drawn_again
 
 WORLDS = (4, 2, 3)

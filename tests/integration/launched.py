@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..checkpoints import total
+from ..support.checkpoints import total
 
 MEMORY = "ErrorFeedback(Gathered(TopK(0.2)))"  # every rank has a memory of its own
 WORLD = 2

@@ -11,7 +11,7 @@ from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration  # n
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.accelerate import attach_accelerate, log_metrics  # noqa: E402
 
-from ..checkpoints import owed_by  # noqa: E402
+from ..support.checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
     FILES,
     MEMORY,

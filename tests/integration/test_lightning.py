@@ -18,7 +18,7 @@ import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.lightning import GradientComm  # noqa: E402
 
-from ..checkpoints import owed_by  # noqa: E402
+from ..support.checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
     FILES,
     HALF,

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from ..checkpoints import owed_by
+from ..support.checkpoints import owed_by
 from .launched import (
     BAD,
     MEMORY,

@@ -24,7 +24,7 @@ from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.transformers import attach_trainer  # noqa: E402
 from gradlane.strategies.accountant import epsilon_of  # noqa: E402
 
-from ..checkpoints import owed_by  # noqa: E402
+from ..support.checkpoints import owed_by  # noqa: E402
 from .launched import (  # noqa: E402
     BAD,
     BATCH,

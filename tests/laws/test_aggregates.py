@@ -8,9 +8,9 @@ import torch
 
 import gradlane as gl
 from gradlane.core.running import Running
-from gradlane.simulate.exchange import exchange
+from gradlane.simulate.answers import exchange
 
-from ..catalogue import Clipped, median
+from ..support.catalogue import Clipped, median
 from .test_laws import SHAPES, gradients
 
 EXCHANGES = (gl.Gathered, gl.Sharded)

@@ -8,11 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane.local import run_ranks
-from gradlane.trial.digits import DigitModel
+from gradlane.train.digits import DigitModel
 
-from .. import attacks
-from ..attacks import ATTACKS, MOMENTUM, RATE, SEEDS, STRONG, WIDTH, Case, arms, loss_of
-from ..training import replicas_equal
+from ..support import attacks
+from ..support.attacks import ATTACKS, MOMENTUM, RATE, SEEDS, STRONG, WIDTH, Case, arms, loss_of
+from ..support.training import replicas_equal
 
 FAILED = 20  # points of accuracy
 accuracy_of = functools.cache(Case.run)  # clean training is compared with over and over

@@ -8,7 +8,15 @@ import torch
 
 import gradlane as gl
 
-from ..catalogue import STRATEGIES, Clipped, ClippedMean, GatheredMean, MajorityVote, NodeFirst, ShardedMean
+from ..support.catalogue import (
+    STRATEGIES,
+    Clipped,
+    ClippedMean,
+    GatheredMean,
+    MajorityVote,
+    NodeFirst,
+    ShardedMean,
+)
 
 OWN = {
     part.__name__: part for part in (MajorityVote, GatheredMean, ShardedMean, NodeFirst, ClippedMean, Clipped)

@@ -7,7 +7,7 @@ import torch
 
 import gradlane as gl
 
-from ..codecs import CODECS, CONTRACTIONS, NEAREST, UNBIASED, gaussian
+from ..support.codecs import CODECS, CONTRACTIONS, NEAREST, UNBIASED, gaussian
 
 everyone = pytest.mark.parametrize("name", CODECS)
 SIZES = (0, 1, 2, 7, 31, 32, 33, 100, 511, 512, 513, 1025, 4095, 4096, 70_001)

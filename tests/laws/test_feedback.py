@@ -9,7 +9,7 @@ import torch
 import gradlane as gl
 from gradlane.strategies.feedback import settled, squared_norm
 
-from ..catalogue import OWING, STRATEGIES, GatheredMean, median
+from ..support.catalogue import OWING, STRATEGIES, GatheredMean, median
 from .test_laws import SHAPES, gradients, simulation
 
 ROUGH = {

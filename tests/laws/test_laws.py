@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gradlane as gl
 
-from ..catalogue import (
+from ..support.catalogue import (
     MEANS,
     STRATEGIES,
     Clipped,

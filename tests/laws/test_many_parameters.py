@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradlane as gl
-from gradlane.core.across import Expected
 from gradlane.core.strategy import named_states
+from gradlane.core.world_change import Expected
 
-from ..catalogue import STRATEGIES
+from ..support.catalogue import STRATEGIES
 
 FEW, TIMES = 300, 4
 ALLOWED = 9.0  # for 4 times the parameters; 4 is linear, 16 quadratic

@@ -7,7 +7,7 @@ import gradlane as gl
 from gradlane.core.running import Running, step_total
 from gradlane.core.scratch import Scratch
 from gradlane.kernels import native
-from gradlane.simulate.exchange import exchange
+from gradlane.simulate.answers import exchange
 from gradlane.strategies.feedback import KEPT_IN
 
 KINDS = {

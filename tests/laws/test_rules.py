@@ -8,7 +8,7 @@ import torch
 import gradlane as gl
 
 from ..reference.aggregate import smallest_sum_of_distances
-from ..rules import BY_ELEMENT, CERTAIN, ORDERLY, ROBUST, RULES
+from ..support.rules import BY_ELEMENT, CERTAIN, ORDERLY, ROBUST, RULES
 
 SHAPES = {"a": (40, 5), "b": (33,), "none": (0,), "c": (3, 7, 2)}
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())

@@ -5,7 +5,7 @@ import torch
 
 from gradlane.core.strategy import is_undoable, named_states
 
-from ..catalogue import STRATEGIES
+from ..support.catalogue import STRATEGIES
 from .test_laws import SHAPES, everyone, gradients, simulation
 
 STAYS = ("spent",)  # what was sent cannot be taken back; test_private.py has the law of it

@@ -8,7 +8,7 @@ import torch
 
 import gradlane as gl
 from gradlane.core.running import Running, step_total
-from gradlane.simulate.exchange import exchange
+from gradlane.simulate.answers import exchange
 
 RULES = [gl.Median(), gl.TrimmedMean(1), gl.Krum(1), gl.NNM(1, then=gl.TrimmedMean(1)), gl.mean]
 both_kinds = pytest.mark.parametrize("rule", [gl.Median(), gl.GeometricMedian()], ids=str)

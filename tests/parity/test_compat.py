@@ -15,7 +15,7 @@ from gradlane import compat
 from gradlane.compat.wrappers import translations
 from gradlane.local import run_ranks
 
-from ..training import build, data, flat, replicas_equal, same, train
+from ..support.training import build, data, flat, replicas_equal, same, train
 
 SMALL = {"bucket_cap_mb": 0.004}
 

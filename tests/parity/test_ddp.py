@@ -9,8 +9,18 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..catalogue import STRATEGIES
-from ..training import Awkward, ComplexWeights, SparseLookup, build, data, flat, replicas_equal, same, train
+from ..support.catalogue import STRATEGIES
+from ..support.training import (
+    Awkward,
+    ComplexWeights,
+    SparseLookup,
+    build,
+    data,
+    flat,
+    replicas_equal,
+    same,
+    train,
+)
 
 MEANS = ("Mean()", "compat allreduce")
 SMALL = {"bucket_cap_mb": 0.004}  # about one layer a bucket

@@ -16,8 +16,8 @@ import gradlane as gl
 from gradlane import compat
 from gradlane.local import run_ranks
 
-from ..powersgd_hooks import HOOKS, SMALL, finite, gradient, hooked, soon, stepping
-from ..training import build, data, replicas_equal
+from ..support.powersgd_hooks import HOOKS, SMALL, finite, gradient, hooked, soon, stepping
+from ..support.training import build, data, replicas_equal
 
 
 @pytest.mark.parametrize("name", ["PowerSGDState", "powerSGD_hook", "batched_powerSGD_hook"])

@@ -11,8 +11,8 @@ import gradlane as gl
 from gradlane import compat
 from gradlane.local import RankFailed, run_ranks
 
-from ..powersgd_hooks import hooked, soon, stepping
-from ..training import data, flat
+from ..support.powersgd_hooks import hooked, soon, stepping
+from ..support.training import data, flat
 
 
 def life(rank, path, steps, named, megabytes, load):

@@ -16,8 +16,8 @@ import gradlane as gl
 from gradlane import compat
 from gradlane.local import run_ranks
 
-from ..powersgd_hooks import HOOKS, SMALL, finite, gradient, hooked, soon, stepping
-from ..training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
+from ..support.powersgd_hooks import HOOKS, SMALL, finite, gradient, hooked, soon, stepping
+from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
 TROUBLES = {
     "nan": lambda loss, rank: loss * (math.nan if rank == 0 else 1.0),

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..catalogue import MajorityVote
-from ..training import build, data, flat, replicas_equal
+from ..support.catalogue import MajorityVote
+from ..support.training import build, data, flat, replicas_equal
 
 
 def refused(rank, case):
@@ -42,7 +42,7 @@ def refused(rank, case):
     if case == "requires_grad" and odd:
         ddp.module.extra.requires_grad_(True)
     if case == "version" and odd:
-        gl.at_work.__version__ = "9.9.9"
+        gl.session.__version__ = "9.9.9"
     try:
         gl.attach(ddp, strategy, timeout=10)
     except gl.RanksDisagree as error:
@@ -185,7 +185,7 @@ def test_attach_before_init():
 
 
 def sparse_where_it_cannot_work(rank):
-    from ..training import SparseLookup
+    from ..support.training import SparseLookup
 
     messages = []
     for strategy in (gl.Cast(gl.Mean(), torch.float16), gl.WeightedMean(1.0)):

@@ -19,16 +19,16 @@ from gradlane.bench.compare import Plan, compare
 from gradlane.bench.crew import ArmFailed, Crew
 from gradlane.bench.link import framed_bytes, parse_link
 from gradlane.bench.turns import Turns
-from gradlane.page.write import write_page
+from gradlane.report.write import write_page
 
-from ..leftovers import gone, members, namespaces
-from ..links import needs_links
+from ..support.leftovers import gone, members, namespaces
+from ..support.links import needs_links
 
 ROOT = Path(__file__).parents[2]
 TINY = Plan(
     arms=("Mean()", "torch.fp16", "torch.bf16"),
     links=(parse_link("none"),),
-    model="tests.workloads:tiny",
+    model="tests.support.workloads:tiny",
     steps=3,
     warmup=2,
 )
@@ -111,7 +111,7 @@ def test_the_page_takes_the_record(record, tmp_path):
 def test_ledger_and_interface_agree_at_100_mbit():
     arms = ("Mean()", "torch.allreduce", "torch.fp16", "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)",
             "WeightedMean(2.0)")  # fmt: skip
-    plan = Plan(arms, (parse_link("100mbit"),), model="tests.workloads:million", steps=2, warmup=2)
+    plan = Plan(arms, (parse_link("100mbit"),), model="tests.support.workloads:million", steps=2, warmup=2)
     rows = compare(plan)["results"]
     assert [row["status"] for row in rows] == ["ok"] * 8
     for row in rows:
@@ -182,11 +182,11 @@ def test_a_crew_that_cannot_start_says_why():
         ({"arms": ("Maen()",)}, "did you mean Mean"),
         ({"model": "mlp"}, "model 'mlp' is not known; use mlp9m, resnet18, gpt-small, or module:function"),
         ({"model": "tests.nowhere:tiny"}, "tests.nowhere cannot be imported: ModuleNotFoundError"),
-        ({"model": "tests.workloads:huge"}, "tests.workloads has no function 'huge'"),
-        ({"model": "tests.workloads:raises"}, r"raises\(\) raised RuntimeError: no such data set"),
-        ({"model": "tests.workloads:only_a_model"}, r"returned a Linear; return \(model, batch\)"),
-        ({"model": "tests.workloads:wrong_batch"}, "fails on its batch: RuntimeError"),
-        ({"model": "tests.workloads:frozen"}, "no parameter that needs a gradient"),
+        ({"model": "tests.support.workloads:huge"}, "tests.support.workloads has no function 'huge'"),
+        ({"model": "tests.support.workloads:raises"}, r"raises\(\) raised RuntimeError: no such data set"),
+        ({"model": "tests.support.workloads:only_a_model"}, r"returned a Linear; return \(model, batch\)"),
+        ({"model": "tests.support.workloads:wrong_batch"}, "fails on its batch: RuntimeError"),
+        ({"model": "tests.support.workloads:frozen"}, "no parameter that needs a gradient"),
         ({"model": "gpt-small", "ranks": (64,)}, "need about .* GB are free; use fewer arms or ranks"),
     ],
 )
@@ -196,7 +196,15 @@ def test_what_cannot_be_measured_is_refused(change, message):
 
 
 def bench(*arguments, env=None):
-    command = [sys.executable, "-m", "gradlane", "bench", "--model", "tests.workloads:tiny", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "gradlane",
+        "bench",
+        "--model",
+        "tests.support.workloads:tiny",
+        *arguments,
+    ]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -223,7 +231,9 @@ def test_the_command_prints_a_table_and_writes_json_and_bars(tmp_path):
     for heading in ("median", "exposed", "ledger", "counted", "of limit", "Mean()", "Noop()"):
         assert heading in told
     record = json.loads(files["out.json"].read_text())
-    assert record["made"]["command"].startswith("gradlane bench --model tests.workloads:tiny --steps 2")
+    assert record["made"]["command"].startswith(
+        "gradlane bench --model tests.support.workloads:tiny --steps 2"
+    )
     assert files["bars.png"].read_bytes().startswith(b"\x89PNG")
 
 

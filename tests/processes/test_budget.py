@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 
 SMALL = {"bucket_cap_mb": 0.004}  # about one layer a bucket
 BUDGET, STEPS = 0.4, 10

@@ -17,8 +17,8 @@ import gradlane as gl
 from gradlane.core.strategy import shared_state
 from gradlane.local import run_ranks
 
-from ..checkpoints import SMALL
-from ..training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
+from ..support.checkpoints import SMALL
+from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
 FEEDBACK = "ErrorFeedback(Gathered(TopK(ratio=0.1)))"
 

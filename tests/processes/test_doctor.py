@@ -15,7 +15,7 @@ from gradlane.bench.place import place
 from gradlane.doctor.examine import _local_rank
 from gradlane.local import run_ranks
 
-from ..links import needs_links
+from ..support.links import needs_links
 
 
 def run(*arguments, **environ):

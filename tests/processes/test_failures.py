@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import RankFailed, run_ranks
 
-from ..training import build, data, flat, replicas_equal
+from ..support.training import build, data, flat, replicas_equal
 
 SMALL = {"bucket_cap_mb": 0.004}
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gradlane.local import RankFailed, run_ranks, tell
 
-from ..leftovers import children, gone, members
+from ..support.leftovers import children, gone, members
 
 
 class Numbers(Dataset):

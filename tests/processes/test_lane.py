@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradlane as gl
-from gradlane.core.pack import message_of, payload_of
+from gradlane.core.message import message_of, payload_of
 from gradlane.local import run_ranks
 
-from ..training import build, data, replicas_equal
+from ..support.training import build, data, replicas_equal
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_stream_lane_with_torchs_fake_group():
 
 def clipped_as_a_whole(rank, broken_at):
     """A norm over several buckets, with delays; one rank raises after the sum, in one step."""
-    from ..catalogue import ClippedMean
+    from ..support.catalogue import ClippedMean
 
     @dataclass
     class Breaking(ClippedMean):

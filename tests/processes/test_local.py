@@ -43,7 +43,7 @@ def test_past_the_deadline_every_rank_is_ended_and_says_where_it_was(capfd):
     def waits(rank):
         from torch.nn.parallel import DistributedDataParallel
 
-        from ..training import build, data
+        from ..support.training import build, data
 
         ddp = DistributedDataParallel(build(depth=1))
         gl.attach(ddp, "Mean()", timeout=60)

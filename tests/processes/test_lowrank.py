@@ -13,7 +13,7 @@ import gradlane as gl
 from gradlane.core.running import intercept
 from gradlane.local import run_ranks
 
-from ..training import build, data, flat, replicas_equal
+from ..support.training import build, data, flat, replicas_equal
 
 SMALL = {"bucket_cap_mb": 0.004}  # about one layer a bucket
 STRATEGIES = {

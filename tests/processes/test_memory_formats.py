@@ -14,7 +14,7 @@ import gradlane as gl
 from gradlane import compat
 from gradlane.local import run_ranks
 
-from ..catalogue import STRATEGIES
+from ..support.catalogue import STRATEGIES
 
 SHAPES = {"bias": (7,), "conv": (6, 4, 3, 3), "linear": (12, 10), "scale": (), "cube": (3, 5, 4)}
 

@@ -18,8 +18,8 @@ from gradlane.bench.link import Link, framed_bytes, parse_link
 from gradlane.bench.network import Network, sent_bytes, why_not
 from gradlane.local import run_ranks
 
-from ..leftovers import gone, members, namespaces
-from ..links import needs_links
+from ..support.leftovers import gone, members, namespaces
+from ..support.links import needs_links
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def swaps(rank):
     """What is owed goes over to a strategy that can owe it, once; what cannot is told."""
     ddp = DistributedDataParallel(critic())
     lines, found = [], {}
-    gl.at_work.log.warning = lambda text, *values: lines.append(text % values)
+    gl.session.log.warning = lambda text, *values: lines.append(text % values)
     with gl.attach(ddp, FEEDBACK, timeout=20) as attachment:
         stepped(ddp, rank)
         first = attachment.strategy
@@ -262,7 +262,7 @@ class Hidden(gl.Strategy):
 def plain_attributes(rank, folder):
     ddp = DistributedDataParallel(critic())
     told, lines = {}, []
-    gl.at_work.log.warning = lambda text, *values: lines.append(text % values)
+    gl.session.log.warning = lambda text, *values: lines.append(text % values)
     told["at attach"] = refusal(gl.attach, ddp, Momentum(momentum=torch.zeros(1000)), timeout=20)
     told["in a dict"] = refusal(
         gl.attach, ddp, gl.Cast(Hidden(constants={"a": [torch.ones(3)]}), torch.float16), timeout=20

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
+from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
 SMALL = 0.004  # MB: several buckets
 STRATEGIES = (

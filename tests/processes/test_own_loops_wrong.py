@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..training import build, data, flat, replicas_equal
+from ..support.training import build, data, flat, replicas_equal
 
 
 def ready(rank=0, step=0):

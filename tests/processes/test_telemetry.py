@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradlane as gl
 from gradlane.local import run_ranks
-from gradlane.report.trace import chrome_trace, read_lines
+from gradlane.telemetry.trace import chrome_trace, read_lines
 
-from ..training import build, data
+from ..support.training import build, data
 from .test_lane import TwoPhases
 
 STEPS = 4

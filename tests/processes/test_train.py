@@ -8,15 +8,15 @@ import pytest
 from gradlane.bench import place
 from gradlane.bench.link import parse_link
 from gradlane.bench.record import write_json
-from gradlane.page.read import load
-from gradlane.page.write import write_page
-from gradlane.trial import bytemodel, digits, seed
-from gradlane.trial.plan import Plan
-from gradlane.trial.run import run_trial
-from gradlane.trial.tasks import TASKS
-from gradlane.trial.worker import Worker
+from gradlane.report.read import load
+from gradlane.report.write import write_page
+from gradlane.train import bytemodel, digits, seed
+from gradlane.train.plan import Plan
+from gradlane.train.run import run_trial
+from gradlane.train.tasks import TASKS
+from gradlane.train.worker import Worker
 
-from ..links import needs_links
+from ..support.links import needs_links
 
 CAST = "Cast(Mean(), bfloat16)"
 

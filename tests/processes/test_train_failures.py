@@ -9,11 +9,11 @@ import pytest
 
 from gradlane.bench.record import write_json
 from gradlane.cli import main, train_view
-from gradlane.page.write import write_page
-from gradlane.trial import seed
-from gradlane.trial.plan import Plan
-from gradlane.trial.run import run_trial
-from gradlane.trial.worker import Train, Worker
+from gradlane.report.write import write_page
+from gradlane.train import seed
+from gradlane.train.plan import Plan
+from gradlane.train.run import run_trial
+from gradlane.train.worker import Train, Worker
 
 
 def test_divergence_is_null_and_told(tmp_path):

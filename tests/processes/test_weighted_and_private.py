@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..training import build, data, flat, replicas_equal
+from ..support.training import build, data, flat, replicas_equal
 
 MICRO_BATCHES = [[3, 8], [5], [0, 1, 16]]  # tokens, by rank
 WAYS = {

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 import gradlane as gl
 from gradlane.core.running import Running, step_total
 from gradlane.core.scratch import Scratch
-from gradlane.simulate.exchange import exchange
+from gradlane.simulate.answers import exchange
 
 NUMEL = 200_000
 

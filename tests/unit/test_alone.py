@@ -9,7 +9,7 @@ from gradlane.alone import Alone
 from gradlane.core.strategy import parts
 from gradlane.errors import NonFinite
 
-from ..catalogue import STRATEGIES
+from ..support.catalogue import STRATEGIES
 
 
 def network():

@@ -23,7 +23,7 @@ def place(path):
 
 
 def test_packages_inside_of_packages_are_looked_at():
-    assert {"strategies/mean.py", "strategies/lowrank/step.py"} <= set(map(place, PURE))
+    assert {"strategies/mean.py", "strategies/lowrank/iteration.py"} <= set(map(place, PURE))
 
 
 def imported(path):
@@ -52,7 +52,7 @@ def test_collectives_are_called_in_one_file_only():
 
 
 def test_the_report_page_needs_no_torch():
-    pages = list((SOURCE / "page").rglob("*.py"))
+    pages = list((SOURCE / "report").rglob("*.py"))
     assert pages
     assert not [name for path in pages for name in imported(path) if name.split(".")[0] == "torch"]
 

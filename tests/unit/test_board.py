@@ -4,8 +4,8 @@ import pytest
 import torch.distributed as dist
 
 import gradlane as gl
-from gradlane.lane.agree import Board
-from gradlane.lane.limits import Limit
+from gradlane.agree.board import Board
+from gradlane.agree.limits import Limit
 
 
 def test_a_store_that_is_gone_is_a_lost_peer():

@@ -40,7 +40,7 @@ def test_help_tells_the_verbs_without_torch():
         (("demo", "--steps", "many"), "invalid int value"),
         (("bench", "--link", "100mb"), "link '100mb' is not known; write a rate in kbit, mbit, gbit"),
         (("bench", "--ranks", "0"), "ranks=0 cannot be compared; use 2 to 64"),
-        (("bench", "--model", "tests.workloads:raises"), "raised RuntimeError: no such data set"),
+        (("bench", "--model", "tests.support.workloads:raises"), "raised RuntimeError: no such data set"),
         (("bench", "--json", "missing/out.json"), "missing/out.json cannot be written: No such file"),
         (("bench", "--plot", "bars.gif"), "use a name that ends in .svg or .png"),
         (("trace", "missing.jsonl"), "No such file or directory: 'missing.jsonl'"),

@@ -7,8 +7,8 @@ import torch
 import gradlane as gl
 from gradlane.kernels import native
 
-from ..codecs import CODECS, gaussian
 from ..reference import codecs as reference
+from ..support.codecs import CODECS, gaussian
 
 LEVELS = native.levels()
 everyone = pytest.mark.parametrize("name", CODECS)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import gradlane as gl
-from gradlane.core.across import Expected
+from gradlane.core.world_change import Expected
 
 
 def bucket(*slots):

@@ -6,7 +6,7 @@ import torch
 
 from gradlane.errors import InvalidValue
 from gradlane.kernels import native
-from gradlane.kernels.narrow_debt import add_debt, leave_debt
+from gradlane.kernels.bf16_residual import add_debt, leave_debt
 
 from ..reference import lowrank as reference
 

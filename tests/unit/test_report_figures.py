@@ -1,10 +1,10 @@
 """What the page of ``gradlane report`` is made of: numbers, axes, letters, means."""
 
-from gradlane.page.arms import assign
-from gradlane.page.axis import linear, spent
-from gradlane.page.documents import Point
-from gradlane.page.figures import byte_size, duration, plain, seconds_column, setting, signed
-from gradlane.page.train_section import mean_curve
+from gradlane.report.arms import assign
+from gradlane.report.axis import linear, spent
+from gradlane.report.documents import Point
+from gradlane.report.figures import byte_size, duration, plain, seconds_column, setting, signed
+from gradlane.report.train_section import mean_curve
 
 
 def test_one_arm_has_one_letter_and_colour_all_over():

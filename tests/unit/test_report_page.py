@@ -9,7 +9,7 @@ import pytest
 
 from gradlane.cli import main
 
-from .. import report_samples as samples
+from ..support import report_samples as samples
 
 VOID = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 

@@ -8,7 +8,7 @@ import torch
 import gradlane as gl
 from gradlane.kernels import native
 
-from ..catalogue import MajorityVote
+from ..support.catalogue import MajorityVote
 
 
 def simulate(strategy, *rows, **options):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import gradlane as gl
 from gradlane.strategies.text import wrote
 
-from ..catalogue import Clipped, MajorityVote, median
+from ..support.catalogue import Clipped, MajorityVote, median
 
 PLAIN = [
     "Mean()",

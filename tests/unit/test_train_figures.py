@@ -6,9 +6,9 @@ import math
 import pytest
 
 from gradlane.bench.crew import ArmFailed
-from gradlane.trial.figures import T_975, default_target, figures, final_step, paired_gap, result, way_to
-from gradlane.trial.runs import Run
-from gradlane.trial.worker import Trained, share_of_rate
+from gradlane.train.figures import T_975, default_target, figures, final_step, paired_gap, result, way_to
+from gradlane.train.runs import Run
+from gradlane.train.worker import Trained, share_of_rate
 
 
 def run_of(losses, seed=0, every=10, whole=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from .distances import squared_distances
-from .middle import NearMedian
+from .elementwise import NearMedian
 from .mixture import Mixture
 from .rule import GramRule, check_at_least, check_count, check_minority
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.across import Shared
 from ..core.numbers import is_number
+from ..core.world_change import Shared
 from ..errors import InvalidValue
 from ..log import log
+from .decision import judged
 from .mean import mean
 from .rule import check_count
-from .verdict import judged
 
 NOTHING = 1e-3  # of the median norm: who sends less sends next to nothing
 FEWEST = 3  # of two nobody can say which is the outlier

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.across import Carried, Fits, Fitting, Slots
+from ..agree.board import Board, Document
 from ..core.strategy import Leaf, named_states
+from ..core.world_change import Carried, Fits, Fitting, Slots
 from ..errors import InvalidValue, RanksDisagree
-from ..lane.agree import Board, Document
 from ..lane.open import first_difference, refuse_differences
 from ..log import log
 from ..strategies.text import wrote

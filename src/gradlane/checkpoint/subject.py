@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.across import Expected, Slots
 from ..core.strategy import Strategy
+from ..core.world_change import Expected, Slots
 from .rankfile import DTYPES
 
 Layout = list[list[str]]

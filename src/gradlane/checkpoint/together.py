@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..lane.agree import Board, Document
+from ..agree.board import Board, Document
 
 SLOWEST = 10e6  # bytes per second that a disk is given time for
 

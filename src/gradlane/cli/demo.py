@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.network import why_not
     from ..bench.record import check_writable, write_json
     from ..errors import InvalidValue
-    from ..page.write import write_page
-    from ..trial.plan import Plan
+    from ..report.write import write_page
+    from ..train.plan import Plan
     from .train import exit_code, shown
 
     plan = Plan(

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..page.write import write_page
+    from ..report.write import write_page
 
     write_page(options.inputs, options.out)
     print(f"wrote {options.out}")

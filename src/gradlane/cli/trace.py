@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..report.trace import chrome_trace, read_lines
+    from ..telemetry.trace import chrome_trace, read_lines
 
     runs = [read_lines(path) for path in options.files]
     options.out.write_text(json.dumps(chrome_trace(runs, _range(options.steps))))

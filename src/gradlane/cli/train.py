@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..trial.plan import Plan
+    from ..train.plan import Plan
 
 NAME = "train"
 HELP = "train a small model with each arm: loss against steps, bytes and seconds"
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
     from ..bench.record import check_writable, write_json
-    from ..trial.plan import Plan
+    from ..train.plan import Plan
 
     names = (
         "task",
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 def shown(plan: Plan) -> dict[str, Any]:
     """Run a plan with its progress on the screen, then the table; the document."""
-    from ..trial.run import run_trial
+    from ..train.run import run_trial
     from .train_view import Shown, console, stories, table
 
     screen = console()

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..page.figures import DASH, byte_size, plain, seconds_column, signed
-from ..trial.plan import Plan
-from ..trial.seed import Standing
-from ..trial.tasks import UNITS
+from ..report.figures import DASH, byte_size, plain, seconds_column, signed
+from ..train.plan import Plan
+from ..train.seed import Standing
+from ..train.tasks import UNITS
 
 REDRAWN = 0.2  # seconds between two looks at a terminal
 WIDTH = 110  # of what is written to a file or a pipe

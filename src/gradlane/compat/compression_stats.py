@@ -2,7 +2,7 @@
 
 from ..core.events import Event, StepTimes
 from ..log import log
-from ..report.sink import Sink
+from ..telemetry.sink import Sink
 
 Figures = dict[str, int]
 

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._version import __version__
+from ..agree.limits import limit_of_group
 from ..core.strategy import Strategy
 from ..errors import WrongType
-from ..lane.ddp_feed import DdpFeed, NameOf
-from ..lane.limits import limit_of_group
+from ..feed.ddp import DdpFeed, NameOf
 from ..lane.open import open_lane
-from ..report.ledger import Ledger
-from ..report.sink import Observer
 from ..strategies.text import describe
+from ..telemetry.ledger import Ledger
+from ..telemetry.sink import Observer
 
 
 class _Open(NamedTuple):

@@ -13,12 +13,12 @@ from ..core.memory import Memory
 from ..core.numbers import is_whole
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongState
-from ..lane.ddp_feed import DdpFeed
+from ..feed.ddp import DdpFeed
 from ..log import log
 from ..strategies.cast import Cast
 from ..strategies.feedback import ErrorFeedback
-from ..strategies.lowrank.cut import View
 from ..strategies.lowrank.factors import FactorMemory
+from ..strategies.lowrank.matrices import View
 from ..strategies.lowrank.powersgd import PowerSGD
 from ..strategies.mean import Mean
 from ..strategies.schedule import After

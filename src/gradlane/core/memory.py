@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
-from .across import Fitting, Slots, misfit, sorted_out, summed
 from .bucket import Bucket, Layout, Slot, as_layout
+from .world_change import Fitting, Slots, misfit, sorted_out, summed
 
 
 class Memory:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 from torch import Tensor
 
 from ..errors import InvalidValue
-from .across import OneField, carried
 from .bucket import Bucket
 from .home import let_go
+from .world_change import OneField, carried
 
 
 class Stateful(Protocol):
@@ -109,7 +109,7 @@ class Strategy(ABC):
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
 
-        Each field decides for itself (see across.py); a strategy whose fields depend on each other may
+        Each field decides for itself (see world_change.py); a strategy whose fields depend on each other may
         have to say more.
         """
         found = (

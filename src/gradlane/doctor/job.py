@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..end import shutdown
+from ..agree.board import Board
+from ..agree.limits import Limit
+from ..ending import shutdown
 from ..errors import GradlaneError
-from ..lane.agree import Board
-from ..lane.limits import Limit
 from ..lane.open import store_of
 from .finding import Finding
 from .link import TIMEOUT, TOGETHER, Measured, measure

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..agree.limits import Limit
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import Op, all_reduce
 from ..core.events import wire_bytes
 from ..core.strategy import Reduced, Strategy
-from ..lane.limits import Limit
 from ..lane.open import Opened, open_lane
-from ..report.ledger import Ledger
 from ..strategies.text import parse
+from ..telemetry.ledger import Ledger
 
 SMALL = 1  # elements
 FIRST, LARGEST = 1 << 16, 1 << 24  # elements: 256 KiB to 64 MiB

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState, WrongType
+from ..session import Session
 from ..settings import Options
 from .one_process import attached
 from .resume import go_on
@@ -30,7 +30,7 @@ def attach_accelerate(
     model: nn.Module,
     strategy: Strategy | str,
     **options: Unpack[Options],
-) -> AtWork:
+) -> Session:
     """``gradlane.attach`` for a model that ``accelerator.prepare`` has returned; the options are the same.
 
     The scaler is the accelerator's own. From now on ``accelerator.save_state`` also writes the memory of each
@@ -58,7 +58,7 @@ def attach_accelerate(
     return attachment
 
 
-def log_metrics(accelerator: Accelerator, attachment: AtWork, *, every: int = 1) -> None:
+def log_metrics(accelerator: Accelerator, attachment: Session, *, every: int = 1) -> None:
     """The metrics to the accelerator's trackers, in every step that ``every`` divides.
 
     Call it at the end of each step; between the micro-batches of one step it does nothing.

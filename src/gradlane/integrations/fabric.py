@@ -13,10 +13,10 @@ from lightning.fabric.wrappers import _FabricModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..alone import Alone
-from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongType
+from ..session import Session
 from ..settings import Options
 from .ddp_only import needs_ddp
 from .one_process import reduce_after_backward
@@ -30,7 +30,7 @@ def attach_fabric(
     module: object,
     strategy: Strategy | str,
     **options: Unpack[Options],
-) -> AtWork:
+) -> Session:
     """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
 
     The scaler is that of Fabric's precision. With one device and no DDP the strategy works on one rank, at

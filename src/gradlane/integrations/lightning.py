@@ -11,10 +11,10 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from ..alone import Alone
-from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
+from ..session import Session
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
@@ -56,7 +56,7 @@ class GradientComm(Callback):
         if log_every is not None and log_every < 1:
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
         self.strategy = self._given = as_strategy(strategy)
-        self.attachment: AtWork | None = None
+        self.attachment: Session | None = None
         settings_of(**options)  # what is wrong with them is told now, not when training starts
         self._options = options
         self.failure: BaseException | None = None
@@ -100,7 +100,7 @@ class GradientComm(Callback):
             attachment.load_state_dict(before.state_dict())
         self._logged = attachment.step
 
-    def _attached(self, trainer: Trainer) -> AtWork:
+    def _attached(self, trainer: Trainer) -> Session:
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
             return attach(model, self.strategy, scaler=trainer.scaler, **self._options)
@@ -112,7 +112,7 @@ class GradientComm(Callback):
         if isinstance(self.attachment, Alone):
             self.attachment.backward_ended(synced=not trainer.fit_loop._should_accumulate())
 
-    def _load(self, attachment: AtWork, checkpoint: object) -> None:
+    def _load(self, attachment: Session, checkpoint: object) -> None:
         path = local_path(checkpoint)
         if path is None:
             raise InvalidValue(

@@ -11,8 +11,8 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..at_work import AtWork
 from ..lane.failure import with_note
+from ..session import Session
 
 START_ANEW = "GradientComm(..., resume=False)"
 AFTER_FAILURE = 60.0  # seconds to wait for the others: some of them may be gone
@@ -21,7 +21,7 @@ AFTER_FAILURE = 60.0  # seconds to wait for the others: some of them may be gone
 class Owner(Protocol):
     """The callback whose attachment is saved."""
 
-    attachment: AtWork | None
+    attachment: Session | None
     failure: BaseException | None
     """What ended training, while Lightning makes its last checkpoints of it."""
 

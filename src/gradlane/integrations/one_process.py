@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..alone import Alone
-from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..ddp import attach
+from ..session import Session
 from ..settings import Options
 
 MARK = "_gradlane_alone"
 
 
-def attached(accelerator: Any, model: nn.Module, strategy: Strategy | str, options: Options) -> AtWork:
+def attached(accelerator: Any, model: nn.Module, strategy: Strategy | str, options: Options) -> Session:
     """To the DDP model of an Accelerator, or to the plain one of a single process."""
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, scaler=accelerator.scaler, **options)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..alone import Alone
-from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
+from ..session import Session
 from ..settings import ScaledOptions
 from .resume import go_on
 
@@ -32,7 +32,7 @@ def attach_ray(
     *,
     resume: bool = True,
     **options: Unpack[ScaledOptions],
-) -> AtWork:
+) -> Session:
     """``gradlane.attach`` for a model that ``ray.train.torch.prepare_model`` has returned.
 
     Call it in the train loop, on every worker. Where ``ray.train.get_checkpoint()`` has a checkpoint, as
@@ -50,7 +50,7 @@ def attach_ray(
     return attachment
 
 
-def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions) -> AtWork:
+def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions) -> Session:
     """To the one that has the gradients, compiled or not."""
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, **options)
@@ -65,7 +65,7 @@ def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions
 
 
 def report(
-    attachment: AtWork, metrics: Mapping[str, Any], save: Callable[[Path], None] | None = None
+    attachment: Session, metrics: Mapping[str, Any], save: Callable[[Path], None] | None = None
 ) -> None:
     """``ray.train.report`` with the metrics of the attachment. Every worker calls it, equally often.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..at_work import AtWork
 from ..errors import InvalidValue
+from ..session import Session
 
 
-def go_on(attachment: AtWork, folder: Path, *, without: str) -> None:
+def go_on(attachment: Session, folder: Path, *, without: str) -> None:
     """As ``attachment.load``, which refuses on all ranks or on none; ``without`` says how to begin with an
     empty memory instead."""
     try:

@@ -12,9 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from ..at_work import AtWork
 from ..core.strategy import Strategy
 from ..errors import WrongState, WrongType
+from ..session import Session
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
@@ -84,7 +84,7 @@ class GradientComm(TrainerCallback):
         metrics: Sequence[str] | None,
         resume: bool,
     ) -> None:
-        self.attachment: AtWork | None = None
+        self.attachment: Session | None = None
         self._trainer = trainer
         self._strategy = strategy
         self._fresh = strategy.state_dict()

@@ -13,7 +13,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import Note
 from ..core.events import Event
 from ..core.strategy import Strategy
-from .finite import FiniteCheck
+from .finite_check import FiniteCheck
 
 Finish = Callable[[Tensor], Tensor]
 

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ..agree.board import Board, Document
+from ..agree.limits import Limit
+from ..agree.objections import as_note, refuse_objections
 from ..core.collectives import SCOPES
 from ..errors import GradlaneError, InvalidValue, RanksDisagree, WrongState
-from .agree import Board, Document
 from .base import Lane, Listener
-from .limits import Limit
 from .living import make_room
-from .objections import as_note, refuse_objections
 from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane

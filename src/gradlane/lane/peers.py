@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from ..agree.board import Board, Document
+from ..agree.deadline import NoAnswer, within
+from ..agree.limits import Limit
 from ..core.collectives import Scope
 from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
-from .agree import Board, Document
-from .limits import Limit
+from .gloo_workers import wait_for_idle_workers
 from .perform import is_closed, sever
-from .within import NoAnswer, within
-from .workers import wait_for_idle_workers
 
 Turn = Literal["first", "later"]
 TURNS: tuple[Turn, ...] = ("first", "later")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.collectives import Request
-from ..core.pack import message_of, payload_of
+from ..core.message import message_of, payload_of
 from ..errors import InvalidValue
 from ..kernels.finite import divided
 

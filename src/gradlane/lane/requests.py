@@ -14,11 +14,11 @@ from ..core.events import Event
 from ..core.running import Running
 from ..errors import RanksDisagree
 from .failure import ConnectionBroke
-from .finite import FiniteCheck
+from .finite_check import FiniteCheck
 from .issued import Issued
 from .peers import Peers, Turn
 from .perform import commit, issue
-from .span import span
+from .profiling import span
 
 
 class Requests:

@@ -17,9 +17,9 @@ from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
 from .base import Faintly, Finish, Listener, same
-from .finite import FiniteCheck
+from .finite_check import FiniteCheck
 from .perform import perform_on_stream
-from .span import span
+from .profiling import span
 
 
 @dataclass(slots=True)

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ..agree.board import Board
+from ..agree.limits import Limit
 from ..core.bucket import Bucket
 from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
-from .agree import Board
 from .base import Faintly, Finish, Listener, same
 from .failure import ConnectionBroke, forget_groups, with_note
-from .finite import FiniteCheck
+from .finite_check import FiniteCheck
 from .issued import Job
-from .late import place_of, pulse, watched
-from .limits import Limit
 from .living import PATIENCE, born, ended, leaves, left
 from .peers import Peers
+from .profiling import span
 from .requests import Requests
-from .span import span
+from .watchdog import place_of, pulse, watched
 
 SOON = 1.0  # seconds for what is under way when a lane is closed
 

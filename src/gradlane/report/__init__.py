@@ -1,1 +1,1 @@
-"""What the lanes did, in figures. Reads events, never lanes."""
+"""One HTML page from the JSON of `gradlane bench` and `gradlane train`. Needs no torch."""

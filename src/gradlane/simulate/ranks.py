@@ -19,8 +19,8 @@ from ..core.strategy import Strategy, check_world
 from ..errors import InvalidValue, RanksDisagree, WrongState, WrongType
 from ..strategies.text import parse
 from .after import must_be_alike, poison
+from .answers import exchange
 from .buckets import flattened, scope_sizes, split
-from .exchange import exchange
 
 Gradients = Mapping[str, Tensor]
 

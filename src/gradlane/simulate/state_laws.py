@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..core.across import Expected, Fits
 from ..core.strategy import Leaf, Strategy, is_undoable, named_states
 from ..core.stray import stray
+from ..core.world_change import Expected, Fits
 from ..strategies.text import describe
 from .case import HALF, Case, first_difference
 from .plain_state import difference, part_of, unsavable, without_zeros

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.across import Shared
 from ..core.numbers import is_number, is_whole
+from ..core.world_change import Shared
 from ..errors import InvalidValue
 
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 80, 128, 256, 512, 1024)

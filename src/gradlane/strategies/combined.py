@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..aggregate.combine import Aggregate, check_aggregate, check_rule
+from ..aggregate.decision import Verdict, alone, judged
 from ..aggregate.rule import GramRule, Rule
-from ..aggregate.verdict import Verdict, alone, judged
 from ..aggregate.watch import Watch
 from ..codecs.base import Codec
 from ..codecs.raw import Raw
@@ -19,7 +19,7 @@ from ..core.collectives import all_gather, all_reduce, all_to_all, note, step_su
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 from ..kernels.rows import inner_products
-from .coded import Shards, checked_codec, refuse_sparse
+from .shards import Shards, checked_codec, refuse_sparse
 
 
 @dataclass

@@ -12,7 +12,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce, all_to_all
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
-from .coded import SALT, Shards, checked_codec, decoded, encoded, kept_for_feedback, refuse_sparse, sent_of
+from .shards import SALT, Shards, checked_codec, decoded, encoded, kept_for_feedback, refuse_sparse, sent_of
 
 
 @dataclass

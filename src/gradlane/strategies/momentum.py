@@ -12,7 +12,7 @@ from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
-from .coded import refuse_sparse
+from .shards import refuse_sparse
 
 
 @dataclass

@@ -12,10 +12,10 @@ import torch
 
 from ..aggregate.adasum import AdaSum
 from ..aggregate.centre import CenteredClipping, GeometricMedian
+from ..aggregate.elementwise import Median, NearMedian, TrimmedMean
 from ..aggregate.krum import Bulyan, Krum, MultiKrum
 from ..aggregate.mean import mean
-from ..aggregate.middle import Median, NearMedian, TrimmedMean
-from ..aggregate.mixing import NNM
+from ..aggregate.nnm import NNM
 from ..aggregate.watch import Watch
 from ..codecs.fp8 import Fp8
 from ..codecs.natural import Natural

@@ -17,7 +17,7 @@ from .combined import Combined
 from .mean import Mean
 from .private import refuse_private_inside
 from .shares import ROUNDING, shares
-from .weight import Asked, Mine, Weight
+from .weights import Asked, Mine, Weight
 
 
 @dataclass

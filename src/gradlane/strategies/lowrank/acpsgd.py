@@ -13,10 +13,9 @@ from ...core.collectives import all_reduce
 from ...core.memory import Memory
 from ...core.numbers import is_small
 from ...core.strategy import Reduced, Strategy
+from ...kernels.bf16_residual import add_debt, leave_debt
 from ...kernels.finite import all_finite
-from ...kernels.narrow_debt import add_debt, leave_debt
 from ...kernels.products import expand, project_columns, project_rows
-from .cut import Matrix, Rank, View, check_common, cut
 from .factors import (
     FactorMemory,
     keep_factors,
@@ -26,6 +25,7 @@ from .factors import (
     narrowed_back,
     widened,
 )
+from .matrices import Matrix, Rank, View, check_common, cut
 
 
 @dataclass

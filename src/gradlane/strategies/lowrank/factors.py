@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.across import Slots
 from ...core.bucket import Bucket
 from ...core.memory import Memory
+from ...core.world_change import Slots
 from ...errors import WrongType
 from ...kernels.counter import draws, keys_of
 from ...kernels.products import orthonormalise, orthonormalise_all
-from .cut import WHOLE_BUCKET, Cut, Matrix, slot_of
+from .matrices import WHOLE_BUCKET, Cut, Matrix, slot_of
 
 SALT = 0x10F4  # of the first factors
 

@@ -12,10 +12,10 @@ from ...core.numbers import is_number
 from ...core.strategy import Reduced, Strategy
 from ...errors import InvalidValue
 from ...kernels.products import orthonormalise_all
-from .cut import Cut, Rank, View, check_common, check_whole, cut
 from .factors import FactorMemory, keep_factors, kept_factor, narrowed_back
+from .iteration import Owes, Step
+from .matrices import Cut, Rank, View, check_common, check_whole, cut
 from .rankplan import RankPlan, cut_within
-from .step import Owes, Step
 
 RANK = 4  # where none is asked for
 MOST = 32  # the same, for one layer within a budget

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.across import Shared
 from ...core.bucket import Bucket
+from ...core.world_change import Shared
 from ...errors import InvalidValue
 from ...kernels.products import row_squares
 from .budget import Layer, Passed
-from .cut import Cut, Matrix, Rank, View, cut, matrices_of, most_rank
 from .knapsack import Item, ranks_within
+from .matrices import Cut, Matrix, Rank, View, cut, matrices_of, most_rank
 
 LOOKS = 10  # at the energies, between two decisions
 NEWEST = 0.3  # weight of the newest look in their average

@@ -17,12 +17,12 @@ from ..core.collectives import Request, all_reduce
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
-from .backward import current_backward, settle_after_backward
-from .base import Lane, same
-from .book import Book
-from .feed import Feed, layout_of
-from .guard import Guard
-from .order import Order, order_of
+from ..lane.base import Lane, same
+from ..lane.book import Book
+from .base import Feed, layout_of
+from .ddp_internals import current_backward, settle_after_backward
+from .nonfinite import Guard
+from .row_order import Order, order_of
 
 NameOf = Callable[[int, int, Tensor], str]
 

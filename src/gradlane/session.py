@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ._version import __version__
 from .admission import objection_to
+from .agree.board import Board, Document
+from .agree.limits import Limit, checked_timeout, limit_of
+from .agree.objections import as_note, refuse_objections
 from .checkpoint.load import fitting_of, in_short, load
 from .checkpoint.save import save
 from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
@@ -25,34 +28,31 @@ from .core.home import Home
 from .core.strategy import Strategy, named_states, shared_state
 from .core.stray import refuse_stray, stray
 from .errors import InvalidValue, WrongState
-from .lane.agree import Board, Document
+from .feed.base import Feed
+from .feed.drift import DriftCheck
+from .feed.loss_scale import Scaler, checked_scaler
+from .feed.nonfinite import Guard
+from .feed.withhold import Withheld
 from .lane.base import Lane
-from .lane.drift import DriftCheck
-from .lane.feed import Feed
-from .lane.guard import Guard
-from .lane.limits import Limit, checked_timeout, limit_of
 from .lane.living import wait_for_the_leaving
-from .lane.objections import as_note, refuse_objections
 from .lane.open import Opened, open_lane, refuse_differences
-from .lane.optimizers import Withheld
-from .lane.scaled import Scaler, checked_scaler
 from .log import log
-from .report.ledger import Ledger
-from .report.sink import Run
 from .settings import Settings
 from .strategies.given import as_strategy, warn_of_unmatched
 from .strategies.ledgers import follow, nothing_unspent
 from .strategies.text import describe, wrote
 from .swapped import moved_over
+from .telemetry.ledger import Ledger
+from .telemetry.sink import Run
 
 FORMAT = 2  # of state_dict
 
-Self = TypeVar("Self", bound="AtWork")
+Self = TypeVar("Self", bound="Session")
 
-_open: weakref.WeakSet[AtWork] = weakref.WeakSet()
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class AtWork(ABC):
+class Session(ABC):
     """From the moment the ranks have agreed until ``close``; also a context manager that closes.
 
     What is dropped with its ``owner``, the model, and was not closed, ends by itself a moment later: its
@@ -344,10 +344,10 @@ def _weakly(asked: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: (own := found()) is None or own()
 
 
-def _model_went(at_work: weakref.ref[AtWork], lane: Lane) -> None:
+def _model_went(session: weakref.ref[Session], lane: Lane) -> None:
     """In a finalizer: on any thread, at any time, so without waiting."""
     lane.leave()
-    if (kept := at_work()) is not None:
+    if (kept := session()) is not None:
         kept._closed = True
         with contextlib.suppress(Exception):  # a user's sink
             kept._ledger.close()
@@ -355,8 +355,8 @@ def _model_went(at_work: weakref.ref[AtWork], lane: Lane) -> None:
 
 def close_all() -> None:
     """Close all that is still open."""
-    for at_work in list(_open):
-        at_work.close()
+    for session in list(_open):
+        session.close()
     wait_for_the_leaving()
 
 

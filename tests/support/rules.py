@@ -7,7 +7,7 @@ import torch
 
 import gradlane as gl
 
-from .reference import aggregate as slow
+from ..reference import aggregate as slow
 
 
 @dataclass(frozen=True)

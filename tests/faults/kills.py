@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import tell
 
-from ..catalogue import STRATEGIES
-from ..training import build, data
+from ..support.catalogue import STRATEGIES
+from ..support.training import build, data
 from .faulty import MOMENTS, Faulty, Point
 from .harness import Run, Warnings, connect, leave_the_lost
 

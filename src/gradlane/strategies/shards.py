@@ -17,7 +17,7 @@ from ..codecs.base import Codec, keep_finite
 from ..codecs.raw import Raw
 from ..core.bucket import Bucket
 from ..core.collectives import Payload
-from ..core.pack import message_size, payload_in
+from ..core.message import message_size, payload_in
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ..agree.board import Board, have
+from ..agree.limits import patience
 from ..core.running import Running
 from ..log import log
-from .agree import Board, have
-from .limits import patience
 
 ROLL_CALL, FORWARD = -1, -2
 """In place of a bucket: what a ``Reducer`` begins with, and DDP."""

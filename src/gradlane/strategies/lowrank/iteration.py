@@ -11,11 +11,11 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce
 from ...core.numbers import is_small
+from ...kernels.bf16_residual import add_debt, leave_debt
 from ...kernels.finite import all_finite
-from ...kernels.narrow_debt import add_debt, leave_debt
 from ...kernels.products import expand, orthonormalise_all, project_columns, project_rows
-from .cut import Cut
 from .factors import Message, message_for, message_in, widened
+from .matrices import Cut
 
 Owes = Literal["own", "mean"]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import gradlane as gl
-from gradlane.trial.digits import DigitModel
-from gradlane.trial.tasks import Task, digits_task
+from gradlane.train.digits import DigitModel
+from gradlane.train.tasks import Task, digits_task
 
 STEPS, BATCH, RATE, MOMENTUM, WIDTH = 300, 64, 1.0, 0.9, 48
 SEEDS = (0, 1, 2)

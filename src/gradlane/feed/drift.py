@@ -15,7 +15,7 @@ from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, RanksDisagree
-from .base import Lane
+from ..lane.base import Lane
 
 STATE = "what the strategy remembers"
 NO_VOTE = 0

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ..core.numbers import is_number, is_whole
 from ..errors import InvalidValue, WrongType
-from .one_rank import OneRank
 
 LONGEST_TIMEOUT = 30 * 86_400.0  # threads, stores and Gloo all count this far
 LONGEST_PATIENCE = 10.0
@@ -37,7 +36,7 @@ def limit_of(timeout: float | None, group: Any, device: torch.device) -> Limit:
 
 
 def limit_of_group(group: Any, device: torch.device) -> Limit:
-    if isinstance(group, OneRank):  # waits for itself, and for its disk
+    if group.size() == 1:  # waits for itself, and for its disk
         return Limit(torchs_own(None).total_seconds())
     try:
         seconds = group._get_backend(device).options._timeout.total_seconds()

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from .base import Lane
-from .span import span
+from ..lane.base import Lane
+from ..lane.profiling import span
 
 
 def current_backward() -> int | None:

@@ -1,4 +1,4 @@
-"""Models for ``gradlane bench --model tests.workloads:NAME``."""
+"""Models for ``gradlane bench --model tests.support.workloads:NAME``."""
 
 import torch
 from torch import nn

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ..errors import PeerLost
 from ..log import log
+from .deadline import NoAnswer, within
 from .hosting import host_of
 from .limits import Limit, patience
-from .within import NoAnswer, within
 
 Document = dict[str, Any]
 ASK_EVERY = 1.0  # seconds between two looks at who is gone

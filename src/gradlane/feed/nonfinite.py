@@ -7,9 +7,9 @@ from typing import Literal, get_args
 from ..core.bucket import Bucket
 from ..core.strategy import Strategy, Undoable, is_undoable, named_states
 from ..errors import InvalidValue, NonFinite
+from ..lane.finite_check import CARRIED, FINE, FiniteCheck, names_not_finite
 from ..log import log
-from .finite import CARRIED, FINE, FiniteCheck, names_not_finite
-from .optimizers import Withheld
+from .withhold import Withheld
 
 Policy = Literal["skip", "raise", "propagate"]
 MOST_SKIPS = 10  # in a row; training that skips more has diverged

@@ -13,9 +13,9 @@ from torch.futures import Future
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
-from .feed import Feed
-from .late import ROLL_CALL
-from .parcel import Parcel
+from ..lane.watchdog import ROLL_CALL
+from .base import Feed
+from .own_buckets import Parcel
 
 
 @dataclass

@@ -14,12 +14,12 @@ from ..core.events import StepTimes, wire_bytes
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy
 from ..errors import NonFinite
-from .base import Finish, Lane, same
-from .book import Book
+from ..lane.base import Finish, Lane, same
+from ..lane.book import Book
 from .drift import DriftCheck
-from .guard import Guard
-from .regroup import Regrouping
-from .scaled import Scaler, unscaled
+from .loss_scale import Scaler, unscaled
+from .nonfinite import Guard
+from .resumed_buckets import Regrouping
 
 
 class Feed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import GradlaneError, InvalidValue, WrongState, WrongType
-from .agree import Document
+from .board import Document
 
 KINDS: dict[str, type[GradlaneError]] = {
     kind.__name__: kind for kind in (InvalidValue, WrongState, WrongType)

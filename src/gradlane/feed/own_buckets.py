@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .feed import layout_of
+from .base import layout_of
 
 
 class Parcel:

@@ -18,8 +18,8 @@ from torch.futures import Future
 from ..core.bucket import Bucket, Slot
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy
+from ..lane.base import Finish, Lane, same
 from ..log import log
-from .base import Finish, Lane, same
 
 Names = Sequence[Sequence[str]]
 PATIENCE = 2  # steps; DDP rebuilds its buckets after the first, with static_graph after the second

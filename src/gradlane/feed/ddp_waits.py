@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..agree.limits import Limit
 from ..errors import PeerLost
-from .late import FORWARD, Place, watch
-from .limits import Limit
-from .perform import sever
-from .thread import ThreadLane
+from ..lane.perform import sever
+from ..lane.thread import ThreadLane
+from ..lane.watchdog import FORWARD, Place, watch
 
 REBUILD = "in DDP's rebuild of its buckets"
 BUFFERS = "in DDP's broadcast of buffers"
@@ -42,7 +42,7 @@ DOING = {
 """What torch does in these functions of its own."""
 BROKEN = ("gloo", "pair closure", "onnection")
 """What is in Gloo's errors: its files, mostly, which are in no other error of DDP's."""
-FILES = ("nn/parallel/distributed.py", "distributed/algorithms/join.py", "lane/rebuilt.py")
+FILES = ("nn/parallel/distributed.py", "distributed/algorithms/join.py", "feed/rebuilt.py")
 
 
 class DdpWaits:

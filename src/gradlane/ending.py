@@ -7,13 +7,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import at_work, compat
+from . import compat, session
 from .lane.perform import meet
 
 
 def close_all() -> None:
     """Close every attachment, every reducer and every lane of a compat hook that is still open."""
-    at_work.close_all()
+    session.close_all()
     compat.close_all()
 
 

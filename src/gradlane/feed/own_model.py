@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidValue, WrongState, WrongType
-from .one_rank import OneRank
-from .sharded import refuse_sharded
+from ..lane.one_rank import OneRank
+from .sharded_models import refuse_sharded
 
 Parameters = dict[str, nn.Parameter]
 

@@ -1,0 +1,1 @@
+"""Ranks agree through the job's store, before and beside all collectives."""

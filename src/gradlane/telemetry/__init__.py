@@ -1,0 +1,1 @@
+"""What the lanes did, in figures. Reads events, never lanes."""
