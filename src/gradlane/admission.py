@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .agree.objections import objection
+from .agree.compare import objection
 from .core.claims import refuse_foreign
 from .core.home import Home
 from .core.strategy import Strategy, check_world

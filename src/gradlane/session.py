@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ._version import __version__
 from .admission import objection_to
 from .agree.board import Board, Document
+from .agree.compare import as_note, refuse_differences, refuse_objections
 from .agree.limits import Limit, checked_timeout, limit_of
-from .agree.objections import as_note, refuse_objections
 from .checkpoint.load import fitting_of, in_short, load
 from .checkpoint.save import save
 from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
@@ -33,9 +33,8 @@ from .feed.drift import DriftCheck
 from .feed.loss_scale import Scaler, checked_scaler
 from .feed.nonfinite import Guard
 from .feed.withhold import Withheld
-from .lane.base import Lane
-from .lane.living import wait_for_the_leaving
-from .lane.open import Opened, open_lane, refuse_differences
+from .lane.base import Lane, wait_for_the_leaving
+from .lane.open import Opened, open_lane
 from .log import log
 from .settings import Settings
 from .strategies.given import as_strategy, warn_of_unmatched

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import gradlane as gl
-from gradlane.ranks import Ranks
+from gradlane.local.ranks import Ranks
 
 from ..support.leftovers import gone
 

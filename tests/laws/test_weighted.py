@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradlane as gl
-from gradlane.strategies.shares import shares
+from gradlane.strategies.weights import shares
 
 from .test_laws import SHAPES, gradients
 

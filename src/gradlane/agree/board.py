@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost
 from ..log import log
-from .deadline import NoAnswer, within
-from .hosting import host_of
+from .deadline import NoAnswer, host_of, within
 from .limits import Limit, patience
 
 Document = dict[str, Any]

@@ -1,10 +1,13 @@
-"""Calls into torch that may never return, with an end all the same."""
+"""Calls into torch that may never return, with an end all the same; and who hosts the store they ask."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
 
 from ..errors import PeerLost
 
@@ -38,3 +41,21 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
     if raised:
         raise raised.pop()
     return returned.pop()
+
+
+class Host(NamedTuple):
+    who: str
+    rank: int | None
+    """Of the group, where a rank of it hosts the store."""
+
+
+def host_of(store: dist.Store, world: int) -> Host:
+    """As torch arranges it: torchrun's agent for all ranks, else rank 0 of the job."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return Host("what holds the store", None)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return Host("torchrun's agent, which holds the store,", None)
+    whole = dist.is_initialized() and dist.get_world_size() == world
+    return Host("rank 0, which holds the store,", 0 if whole else None)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GradlaneError
-from ..ranks import Ranks, ending_after, orders, tell
+from ..local.ranks import Ranks, ending_after, orders, tell
 
 GRACE = 5.0  # seconds beyond the patience, for a rank to tell its own story
 

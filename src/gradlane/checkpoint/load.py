@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..agree.board import Board, Document
+from ..agree.compare import first_difference, refuse_differences
 from ..core.strategy import Leaf, named_states
 from ..core.world_change import Carried, Fits, Fitting, Slots
 from ..errors import InvalidValue, RanksDisagree
-from ..lane.open import first_difference, refuse_differences
 from ..log import log
 from ..strategies.text import wrote
 from .files import Files

@@ -8,12 +8,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..agree.board import Board, Document
-from ..agree.objections import as_note, objection, refuse_objections
+from ..agree.compare import as_note, objection, refuse_differences, refuse_objections
 from ..core.strategy import named_states
 from ..core.stray import refuse_stray
 from ..core.world_change import Fits
 from ..errors import GradlaneError, InvalidValue, NotSaved
-from ..lane.open import refuse_differences
 from .folder import checkpoints_in, clean, commit, remove, write_whole
 from .manifest import FORMAT, file_name, manifest_of
 from .rankfile import Receipt, write

@@ -14,8 +14,7 @@ from ..core.events import StepTimes, wire_bytes
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy
 from ..errors import NonFinite
-from ..lane.base import Finish, Lane, same
-from ..lane.book import Book
+from ..lane.base import Book, Finish, Lane, same
 from .drift import DriftCheck
 from .loss_scale import Scaler, unscaled
 from .nonfinite import Guard

@@ -17,8 +17,7 @@ from ..core.collectives import Request, all_reduce
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
-from ..lane.base import Lane, same
-from ..lane.book import Book
+from ..lane.base import Book, Lane, same
 from .base import Feed, layout_of
 from .ddp_internals import current_backward, settle_after_backward
 from .nonfinite import Guard

@@ -1,17 +1,20 @@
-"""What a lane is, whatever carries it."""
+"""What a lane is, and the lanes of this process."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
+from threading import Thread
 from typing import Protocol
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket
 from ..core.collectives import Note
-from ..core.events import Event
+from ..core.events import Event, StepTimes
 from ..core.strategy import Strategy
 from .finite_check import FiniteCheck
 
@@ -74,3 +77,51 @@ def completed_future(value: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(value)
     return future
+
+
+class Book(Listener, Protocol):
+    def gradient(self, raw_bytes: int, dense_wire_bytes: int, last: bool) -> None: ...
+    def skipped(self) -> None: ...
+    def step_ended(self, times: StepTimes) -> None: ...
+
+
+MANY = 8
+PATIENCE = 5.0  # seconds for a lane to end that nobody closed
+
+_living: WeakSet[Lane] = WeakSet()
+_leaving: set[Thread] = set()
+
+
+def born(lane: Lane) -> None:
+    _living.add(lane)
+
+
+def ended(lane: Lane) -> None:
+    _living.discard(lane)
+
+
+def living_lanes() -> list[Lane]:
+    """For whoever finds the process stuck, to ask them ``where``."""
+    return list(_living)
+
+
+def leaves(thread: Thread) -> None:
+    _leaving.add(thread)
+
+
+def left(thread: Thread) -> None:
+    _leaving.discard(thread)
+
+
+def wait_for_the_leaving() -> None:
+    """Before the interpreter goes, or a process group: their connections must not be in the middle of their
+    end then."""
+    for thread in list(_leaving):
+        thread.join(PATIENCE)
+
+
+def make_room() -> None:
+    """A model that is in a cycle of references goes with the next full collection, which may be far; until
+    then its lane keeps threads and descriptors that Python's collector knows nothing of."""
+    if len(_living) >= MANY:
+        gc.collect()

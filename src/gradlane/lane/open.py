@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ..agree.board import Board, Document
+from ..agree.compare import as_note, refuse_differences, refuse_objections
 from ..agree.limits import Limit
-from ..agree.objections import as_note, refuse_objections
 from ..core.collectives import SCOPES
-from ..errors import GradlaneError, InvalidValue, RanksDisagree, WrongState
-from .base import Lane, Listener
-from .living import make_room
+from ..errors import GradlaneError, InvalidValue, WrongState
+from .base import Lane, Listener, make_room
 from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane
@@ -87,29 +86,8 @@ def _on_stream(group: Any, device: torch.device, listener: Listener, board: Boar
     return Opened(StreamLane(group, device, listener), board, group.rank(), sizes)
 
 
-def refuse_differences(told: list[Document], fields: tuple[str, ...], doing: str) -> None:
-    """Raise on every rank, naming the first field in which a rank differs from rank 0."""
-    for field in fields:
-        for rank, note in enumerate(told):
-            if note.get(field) != told[0].get(field):
-                theirs, own = first_difference(told[0].get(field), note.get(field))
-                raise RanksDisagree(
-                    f"{doing}: the ranks differ in {field}: rank 0 has {theirs}, rank {rank} has {own}; "
-                    "make it the same on every rank"
-                )
-
-
 def _digest(lines: list[str]) -> str:
     return sha256("\n".join(lines).encode()).hexdigest()
-
-
-def first_difference(a: object, b: object) -> tuple[str, str]:
-    if isinstance(a, list) and isinstance(b, list):
-        for x, y in zip(a, b, strict=False):
-            if x != y:
-                return str(x), str(y)
-        return f"{len(a)} entries", f"{len(b)} entries"
-    return str(a), str(b)
 
 
 def backend_of(group: Any, device: torch.device) -> str:

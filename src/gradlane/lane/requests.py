@@ -1,24 +1,57 @@
-"""How a step's requests go out to its peers, in what order they are answered, and when the step counts."""
+"""Requests on the lane, from the strategy to the network and back."""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ..core.collectives import Request, Scope
-from ..core.events import Event
+from ..core.events import Event, Timing
 from ..core.running import Running
 from ..errors import RanksDisagree
+from .base import Finish
 from .failure import ConnectionBroke
 from .finite_check import FiniteCheck
-from .issued import Issued
 from .peers import Peers, Turn
-from .perform import commit, issue
+from .perform import Pending, commit, issue
 from .profiling import span
+
+
+@dataclass(slots=True)
+class Issued:
+    pending: Pending
+    event: Event
+    began: float  # when the strategy turned to this request
+    issued: float
+    turn: float = 0.0  # when the lane had nothing before it any more
+    answered: float = 0.0
+
+    def told(self, *, last: bool) -> Event:
+        """The event with its timing, when the strategy has taken the answer: its ``last``, or not."""
+        timing = Timing(
+            began=self.began,
+            encode=self.issued - self.began,
+            queued=self.turn - self.issued,
+            collective=self.answered - self.turn,
+            decode=time.perf_counter() - self.answered if last else 0.0,
+        )
+        return replace(self.event, timing=timing)
+
+
+@dataclass(slots=True)
+class Job:
+    running: Running
+    future: Future[Tensor]
+    finish: Finish
+    loud: bool
+    issued: Issued | None = None
+    error: BaseException | None = None
 
 
 class Requests:

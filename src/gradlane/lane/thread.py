@@ -19,14 +19,12 @@ from ..core.running import Running, step_total
 from ..core.strategy import Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
-from .base import Faintly, Finish, Listener, same
+from .base import PATIENCE, Faintly, Finish, Listener, born, ended, leaves, left, same
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite_check import FiniteCheck
-from .issued import Job
-from .living import PATIENCE, born, ended, leaves, left
 from .peers import Peers
 from .profiling import span
-from .requests import Requests
+from .requests import Job, Requests
 from .watchdog import place_of, pulse, watched
 
 SOON = 1.0  # seconds for what is under way when a lane is closed

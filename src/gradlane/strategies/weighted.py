@@ -16,8 +16,7 @@ from ..errors import InvalidValue, WrongType
 from .combined import Combined
 from .mean import Mean
 from .private import refuse_private_inside
-from .shares import ROUNDING, shares
-from .weights import Asked, Mine, Weight
+from .weights import ROUNDING, Asked, Mine, Weight, shares
 
 
 @dataclass

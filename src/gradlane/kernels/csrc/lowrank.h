@@ -80,7 +80,7 @@ INLINE int finite_portable(Four v) {
 #include "products.h"
 #include "expand.h"
 #include "orthonormal.h"
-#include "debt.h"
+#include "bf16_residual.h"
 #undef NAME
 #undef TARGET
 #undef LANES
@@ -109,7 +109,7 @@ TARGET INLINE int finite_avx2(__m256 v) {
 #include "products.h"
 #include "expand.h"
 #include "orthonormal.h"
-#include "debt.h"
+#include "bf16_residual.h"
 #undef NAME
 #undef TARGET
 #undef LANES
@@ -132,7 +132,7 @@ TARGET INLINE int finite_avx512(__m512 v) { return _mm512_fpclass_ps_mask(v, 0x9
 #include "products.h"
 #include "expand.h"
 #include "orthonormal.h"
-#include "debt.h"
+#include "bf16_residual.h"
 #undef NAME
 #undef TARGET
 #undef LANES

@@ -111,7 +111,7 @@ INLINE void keep(float *left, const float *owed, int64_t count) {
 #define NAME(name) name##_portable
 #define TARGET
 #define WIDE 0
-#include "past.h"
+#include "streaming_stores.h"
 #include "blocks.h"
 #include "select.h"
 #include "rules.h"
@@ -124,7 +124,7 @@ INLINE void keep(float *left, const float *owed, int64_t count) {
 #define NAME(name) name##_avx2
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
 #define WIDE 1
-#include "past.h"
+#include "streaming_stores.h"
 #include "blocks.h"
 #include "select.h"
 #include "rules.h"
@@ -136,7 +136,7 @@ INLINE void keep(float *left, const float *owed, int64_t count) {
 #define NAME(name) name##_avx512
 #define TARGET __attribute__((target("avx2,bmi,popcnt,avx512f,avx512bw,avx512dq,avx512vl")))
 #define WIDE 2
-#include "past.h"
+#include "streaming_stores.h"
 #include "blocks.h"
 #include "select.h"
 #include "rules.h"

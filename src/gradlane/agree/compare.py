@@ -1,10 +1,10 @@
-"""What one rank has against going on is raised by all."""
+"""What the ranks must have alike, and what one of them has against going on: raised by all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import GradlaneError, InvalidValue, WrongState, WrongType
+from ..errors import GradlaneError, InvalidValue, RanksDisagree, WrongState, WrongType
 from .board import Document
 
 KINDS: dict[str, type[GradlaneError]] = {
@@ -38,3 +38,24 @@ def refuse_objections(notes: list[Document], mine: GradlaneError | None, doing: 
     everyone = len(said) == len(notes) and all(told == first for _, told in said)
     who = "" if everyone else f"rank {rank}: "
     raise KINDS.get(str(first["kind"]), WrongState)(f"{doing}: {who}{first['told']}") from mine
+
+
+def refuse_differences(told: list[Document], fields: tuple[str, ...], doing: str) -> None:
+    """Raise on every rank, naming the first field in which a rank differs from rank 0."""
+    for field in fields:
+        for rank, note in enumerate(told):
+            if note.get(field) != told[0].get(field):
+                theirs, own = first_difference(told[0].get(field), note.get(field))
+                raise RanksDisagree(
+                    f"{doing}: the ranks differ in {field}: rank 0 has {theirs}, rank {rank} has {own}; "
+                    "make it the same on every rank"
+                )
+
+
+def first_difference(a: object, b: object) -> tuple[str, str]:
+    if isinstance(a, list) and isinstance(b, list):
+        for x, y in zip(a, b, strict=False):
+            if x != y:
+                return str(x), str(y)
+        return f"{len(a)} entries", f"{len(b)} entries"
+    return str(a), str(b)

@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .ending import shutdown
-from .errors import InvalidValue, WrongState
+from ..ending import shutdown
+from ..errors import InvalidValue, WrongState
+from ..lane.base import living_lanes
 from .family import Family, die_with_parent
-from .lane.living import living_lanes
 
 
 class Message(NamedTuple):

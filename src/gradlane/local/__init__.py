@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .errors import GradlaneError
+from ..errors import GradlaneError
 from .ranks import Ranks, tell
 
 __all__ = ["RankFailed", "run_ranks", "tell"]
