@@ -1,7 +1,7 @@
 /* The kernels of gradlane's codecs. Plain C on bare pointers, called without the interpreter's lock.
 
    They give the same bits as the versions in torch, at every level of instructions and with any number of
-   threads: build with -ffp-contract=off and never with -ffast-math. past.h, blocks.h, select.h, rules.h
+   threads: build with -ffp-contract=off and never with -ffast-math. streaming_stores.h, blocks.h, select.h, rules.h
    and finite.h are compiled once for each level; the caller says which to use. */
 
 #include "common.h"
