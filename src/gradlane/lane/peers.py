@@ -150,14 +150,15 @@ class Peers:
         )
 
     def _hear(self, told: dict[int, Document]) -> None:
-        """The others' reports, until all have reported, one of them an error, or time is up; twice the time
-        while several are silent, of which more are likely slow than lost."""
-        began = time.monotonic()
-        while (silent := self.world - 1 - len(told)) and time.monotonic() < began + GRACE * min(silent, 2):
+        """The others' reports, until all have reported, one of them an error, or none came for a while; twice
+        as long while several are silent, of which more are likely slow than lost."""
+        news = time.monotonic()
+        while (silent := self.world - 1 - len(told)) and time.monotonic() < news + GRACE * min(silent, 2):
             for rank in range(self.world):
-                report = None if rank == self.rank else self.board.read(f"life{self._life}/failed", rank)
-                if report is not None:
-                    told[rank] = report
+                if rank == self.rank or rank in told:
+                    continue
+                if (report := self.board.read(f"life{self._life}/failed", rank)) is not None:
+                    told[rank], news = report, time.monotonic()
             if any(report["raised"] for report in told.values()):
                 return
             time.sleep(0.02)
