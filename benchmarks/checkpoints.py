@@ -26,7 +26,7 @@ ARMS = (
     "Mean()",
     "ErrorFeedback(Sharded(Int4()))",
     "ErrorFeedback(Sharded(Int4()), dtype=bfloat16)",
-    "ErrorFeedback21(Gathered(TopK(0.01)))",
+    "EF21(Gathered(TopK(0.01)))",
     "ErrorFeedback(PowerSGD(4))",
 )
 

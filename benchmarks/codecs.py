@@ -1,6 +1,6 @@
 """What codecs cost against a copy of the same gradient: encode, decode, decode and add, encode with feedback.
 
-Feedback is in place, or apart: with the new debt in another buffer, and the two change places every time.
+Feedback is in place, or apart: with the new residual in another buffer, and the two change places every time.
 
 Arms take turns on the same sets of 25 MB buffers, so that whatever else the machine does hits them alike, and
 that each finds its buffers equally far away: a copy within the cache is much faster than one through memory.
@@ -30,8 +30,8 @@ class Buffers:
     """One set of buffers; arms go through several in turn, so that none finds its own in the cache."""
 
     def __init__(self, codec: gl.Codec, numel: int) -> None:
-        self.x, self.owed = torch.randn(numel), torch.randn(numel) * 0.1
-        self.other = self.owed.clone()
+        self.x, self.residual = torch.randn(numel), torch.randn(numel) * 0.1
+        self.other = self.residual.clone()
         self.into, self.copied = torch.zeros(numel), torch.zeros(numel)
         self.payload = codec.encode(self.x, 1)
         self.arms: dict[str, Callable[[], object]] = {
@@ -39,13 +39,13 @@ class Buffers:
             "encode": lambda: codec.encode(self.x, 1, out=self.payload),
             "decode": lambda: codec.decode(self.payload, self.into, 1),
             "decode+add": lambda: codec.add_decoded(self.payload, self.into, 1),
-            "encode+feedback": lambda: codec.encode_owed(self.x, self.owed, 1, out=self.payload),
+            "encode+feedback": lambda: codec.encode_with_feedback(self.x, self.residual, 1, out=self.payload),
             "feedback apart": lambda: self.apart(codec),
         }
 
     def apart(self, codec: gl.Codec) -> None:
-        codec.encode_owed(self.x, self.owed, 1, out=self.payload, left=self.other)
-        self.owed, self.other = self.other, self.owed
+        codec.encode_with_feedback(self.x, self.residual, 1, out=self.payload, residual_out=self.other)
+        self.residual, self.other = self.other, self.residual
 
 
 def measure(codec: gl.Codec, kernels: str, numel: int, rounds: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What low-rank compression costs against a copy of the same gradient: each pass, and a step of PowerSGD.
 
-A step is: p from rows, p made orthonormal, q from columns with what is owed settled, the matrix from p and q.
-Apart: what is owed then goes to another buffer, and the two change places every time. The arm `torch's
+A step is: p from rows, p made orthonormal, q from columns with the residual settled, the matrix from p and q.
+Apart: the new residual goes to another buffer, and the two change places every time. The arm `torch's
 sequence` does the same in the way of torch's powerSGD_hook. Arms take turns on the same sets of buffers, so
 that each finds them equally far away. Medians over all rounds and sets, as multiples of the median copy. One
 thread. torch's own sequence runs beside the first kernels only.
@@ -18,11 +18,11 @@ from copies import parser_for, timed, write
 from torch import Tensor
 
 from gradlane.kernels import native, products
-from gradlane.kernels.bf16_residual import add_debt, leave_debt
+from gradlane.kernels.bf16_residual import add_residual, subtract_product
 
 SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
 PASSES = ("rows", "orthonormalise", "columns+settle", "expand")
-OTHERS = ("step", "step, bf16 debt", "columns apart", "rows+settle", "rows apart", "torch's sequence")
+OTHERS = ("step", "step, bf16 residual", "columns apart", "rows+settle", "rows apart", "torch's sequence")
 
 
 class Buffers:
@@ -32,13 +32,13 @@ class Buffers:
         numel = sum(a * b for a, b in shapes)
         self.flat, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.zeros(numel)
         self.settled, self.spare = self.error.clone(), self.error.clone()
-        self.g, self.owed, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
+        self.g, self.residual, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
         self.left = matrices(self.spare, shapes)
-        self.work, self.debt, self.next = (matrices(self.flat.clone(), shapes) for _ in range(3))
+        self.work, self.residual, self.next = (matrices(self.flat.clone(), shapes) for _ in range(3))
         self.whole = torch.randn(numel)
         self.sums = matrices(self.whole, shapes)
         self.narrow, narrow_next = (self.error.bfloat16() for _ in range(2))
-        self.narrow_debt, self.narrow_next = matrices(self.narrow, shapes), matrices(narrow_next, shapes)
+        self.narrow_residual, self.narrow_next = matrices(self.narrow, shapes), matrices(narrow_next, shapes)
         self.p = [torch.randn(rank, a) for a, _ in shapes]
         self.q = [torch.randn(rank, b) for _, b in shapes]
         self.fixed = [torch.randn(rank, b) for _, b in shapes]
@@ -48,12 +48,12 @@ class Buffers:
         self.ours, self.theirs = torch.zeros(numel), torch.zeros(numel)
         self.arms: dict[str, Callable[[], object]] = {
             "copy": lambda: self.ours.copy_(self.flat),
-            "rows": lambda: self.each(products.project_rows, self.g, self.owed, self.fixed, self.rough),
+            "rows": lambda: self.each(products.project_rows, self.g, self.residual, self.fixed, self.rough),
             "orthonormalise": lambda: products.orthonormalise_all(self.rough),
             "columns+settle": lambda: self.columns(),
             "expand": lambda: self.each(products.expand, self.p, self.q, self.into),
             "step": lambda: self.step(),
-            "step, bf16 debt": lambda: self.step_narrow(),
+            "step, bf16 residual": lambda: self.step_narrow(),
             "columns apart": lambda: self.columns_apart(),
             "rows+settle": lambda: self.rows_settled(),
             "rows apart": lambda: self.rows_apart(),
@@ -65,43 +65,45 @@ class Buffers:
             act(*matched)
 
     def columns(self) -> None:
-        for g, owed, p, q in zip(self.g, self.owed, self.p, self.q, strict=True):
-            products.project_columns(g, owed, p, q, settle=True)
+        for g, residual, p, q in zip(self.g, self.residual, self.p, self.q, strict=True):
+            products.project_columns(g, residual, p, q, subtract=True)
 
     def rows_settled(self) -> None:
-        for g, owed, q, p in zip(self.g, self.owed, self.fixed, self.rough, strict=True):
-            products.project_rows(g, owed, q, p, settle=True)
+        for g, residual, q, p in zip(self.g, self.residual, self.fixed, self.rough, strict=True):
+            products.project_rows(g, residual, q, p, subtract=True)
 
     def columns_apart(self) -> None:
-        for g, owed, left, p, q in zip(self.g, self.owed, self.left, self.p, self.q, strict=True):
-            products.project_columns(g, owed, p, q, settle=True, left=left)
-        self.owed, self.left = self.left, self.owed
+        for g, residual, left, p, q in zip(self.g, self.residual, self.left, self.p, self.q, strict=True):
+            products.project_columns(g, residual, p, q, subtract=True, residual_out=left)
+        self.residual, self.left = self.left, self.residual
 
     def rows_apart(self) -> None:
-        for g, owed, left, q, p in zip(self.g, self.owed, self.left, self.fixed, self.rough, strict=True):
-            products.project_rows(g, owed, q, p, settle=True, left=left)
-        self.owed, self.left = self.left, self.owed
+        for g, residual, left, q, p in zip(
+            self.g, self.residual, self.left, self.fixed, self.rough, strict=True
+        ):
+            products.project_rows(g, residual, q, p, subtract=True, residual_out=left)
+        self.residual, self.left = self.left, self.residual
 
     def step(self) -> None:
-        """As the strategy does it: the first pass leaves gradient + debt in the place of the gradient."""
-        for g, owed, q, p in zip(self.work, self.debt, self.q, self.p, strict=True):
-            products.project_rows(g, owed, q, p, keep_sum=True)
+        """As the strategy does it: the first pass leaves gradient + residual in the place of the gradient."""
+        for g, residual, q, p in zip(self.work, self.residual, self.q, self.p, strict=True):
+            products.project_rows(g, residual, q, p, keep_sum=True)
         products.orthonormalise_all(self.p)
-        for g, owed, left, p, q in zip(self.work, self.debt, self.next, self.p, self.q, strict=True):
-            products.project_columns(g, owed, p, q, settle=True, left=left, summed=True)
-        self.debt, self.next = self.next, self.debt
+        for g, residual, left, p, q in zip(self.work, self.residual, self.next, self.p, self.q, strict=True):
+            products.project_columns(g, residual, p, q, subtract=True, residual_out=left, summed=True)
+        self.residual, self.next = self.next, self.residual
         self.each(products.expand, self.p, self.q, self.work)
 
     def step_narrow(self) -> None:
-        """The same with a debt in bfloat16."""
-        add_debt(self.whole, self.narrow)
+        """The same with a residual in bfloat16."""
+        add_residual(self.whole, self.narrow)
         for m, q, p in zip(self.sums, self.q, self.p, strict=True):
             products.project_rows(m, None, q, p)
         products.orthonormalise_all(self.p)
-        debts = zip(self.sums, self.p, self.q, self.narrow_debt, self.narrow_next, strict=True)
-        for m, p, q, owed, left in debts:
+        residuals = zip(self.sums, self.p, self.q, self.narrow_residual, self.narrow_next, strict=True)
+        for m, p, q, residual, left in residuals:
             products.project_columns(m, None, p, q)
-            leave_debt(m, p, q, owed, left)
+            subtract_product(m, p, q, residual, left)
         self.each(products.expand, self.p, self.q, self.sums)
 
 

@@ -32,14 +32,14 @@ class SecondEncoding(gl.Strategy):
 
     codec: Codec
     second: Codec
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
 
     async def reduce(self, bucket: gl.Bucket) -> gl.Reduced:
         shards = Shards(self.codec, bucket)
         received = await all_to_all(shards.encoded())
         total = shards.combined(received, mean)
-        if bucket.owed_after is not None:
-            _own(bucket.owed_after, shards.size, bucket).zero_()
+        if bucket.residual_after is not None:
+            _own(bucket.residual_after, shards.size, bucket).zero_()
         seed = bucket.seed(SALT + 1, shared=False)
         answers = await all_gather(encoded(self.second, bucket, total, None, None, seed, "shard mean"))
         for rank, payload in enumerate(answers):

@@ -63,8 +63,8 @@ def main():
         model(*(torch.cat(parts) for parts in zip(*batches, strict=True))).backward()
         gradients = {name: p.grad.clone() for name, p in named.items()}
         if step in LOOKS:
-            owed = ranks.strategies[0].then.memory.state_dict()
-            found = left_behind([g + owed[name] for name, g in gradients.items() if g.dim() > 1])
+            residual = ranks.strategies[0].then.memory.state_dict()
+            found = left_behind([g + residual[name] for name, g in gradients.items() if g.dim() > 1])
             print(step, ", ".join(f"{name} {share:.1%}" for name, share in found.items()))
         for name, answer in ranks.step([gradients])[0].items():
             named[name].grad = answer

@@ -69,7 +69,7 @@ def compare(rank: int) -> dict[str, float]:
     ways = {
         "mean": gl.Mean(),
         "by samples": gl.WeightedMean(samples),
-        "by samples, a site at most 0.3": gl.WeightedMean(samples, most=0.3),
+        "by samples, a site at most 0.3": gl.WeightedMean(samples, max_share=0.3),
         "trimmed mean": gl.Combined(gl.TrimmedMean(1)),
         "trimmed mean, by samples": WeightedTrimmedMean(samples),
         "by samples, the broken site known": gl.WeightedMean(0.0 if rank == BROKEN else samples),

@@ -39,13 +39,13 @@ from .errors import (
 )
 from .reducer import Reducer, reduce_gradients
 from .simulate.check import Finding, check_strategy
-from .simulate.dryrun import Trace, dry_run
+from .simulate.dryrun import StepCost, dry_run
 from .simulate.ranks import Simulation
 from .strategies.cast import Cast
 from .strategies.combined import Combined
 from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
-from .strategies.feedback import ErrorFeedback, ErrorFeedback21
+from .strategies.feedback import EF21, ErrorFeedback
 from .strategies.function import strategy_from
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
@@ -58,10 +58,11 @@ from .strategies.text import describe, parse
 from .strategies.tokens import TokenCount
 from .strategies.weighted import WeightedMean
 from .telemetry.jsonl import JsonLines
-from .telemetry.sink import Run, Sink
+from .telemetry.sink import RunInfo, Sink
 
 __all__ = [
     "DGC",
+    "EF21",
     "NNM",
     "AcpSGD",
     "AdaSum",
@@ -74,7 +75,6 @@ __all__ = [
     "Codec",
     "Combined",
     "ErrorFeedback",
-    "ErrorFeedback21",
     "Event",
     "Finding",
     "Fp8",
@@ -111,19 +111,19 @@ __all__ = [
     "Route",
     "RowRule",
     "Rule",
-    "Run",
+    "RunInfo",
     "Sharded",
     "Sign",
     "Simulation",
     "Sink",
     "Slot",
+    "StepCost",
     "StepTimes",
     "Strategy",
     "Summed",
     "Timing",
     "TokenCount",
     "TopK",
-    "Trace",
     "TrimmedMean",
     "Watch",
     "WeightedMean",

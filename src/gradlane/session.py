@@ -42,7 +42,7 @@ from .strategies.ledgers import follow, nothing_unspent
 from .strategies.text import describe, wrote
 from .swapped import moved_over
 from .telemetry.ledger import Ledger
-from .telemetry.sink import Run
+from .telemetry.sink import RunInfo
 
 FORMAT = 2  # of state_dict
 
@@ -83,7 +83,7 @@ class Session(ABC):
         self._home = Home(self, module)
         self._looked = False  # for state that has come up in the wrong place
         warn_of_unmatched(strategy, self._parameter_names())
-        run = Run(group.rank(), group.size(), describe(strategy))
+        run = RunInfo(group.rank(), group.size(), describe(strategy))
         with self._ledger.opening(run) as ready:  # a file that cannot be written is told to all ranks
             opened = open_lane(
                 group,
@@ -171,7 +171,7 @@ class Session(ABC):
         what does not.
         """
         self._must_be_between_steps("swap")
-        self._feed.settle()
+        self._feed.finish_step()
         strategy = as_strategy(strategy)
         told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
         against = objection_to(strategy, self._module(), self._world, self._home)
@@ -204,7 +204,7 @@ class Session(ABC):
         """
         self._must_not_be_in_a_step("save")
         board = self._allowing(timeout, "save")
-        self._feed.settle()
+        self._feed.finish_step()
         save(board, Path(path), self._subject(), self._layout_to_come)
 
     def load(
@@ -246,7 +246,7 @@ class Session(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
-        self._feed.settle()
+        self._feed.finish_step()
         refuse_stray(self.strategy)
         return {
             "format": FORMAT,

@@ -1,4 +1,4 @@
-"""R12: what was sent and what is owed add up to what was given: any shape, dtype and stride."""
+"""R12: what was sent and the residual add up to what was given: any shape, dtype and stride."""
 
 import math
 
@@ -7,13 +7,13 @@ import torch
 
 import gradlane as gl
 
-from ..support.catalogue import OWING, STRATEGIES
+from ..support.catalogue import STRATEGIES, WITH_FEEDBACK
 from ..support.codecs import CODECS
 from .harness import drawing
 
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2}
 LARGEST = 10**6
-FEEDBACK = [name for name in OWING if name not in ("1-bit", "powersgd within a budget")]
+FEEDBACK = [name for name in WITH_FEEDBACK if name not in ("1-bit", "powersgd within a budget")]
 """At two ranks nothing is encoded a second time, so the answer is what the ranks have sent. A budget refuses
 shapes that it cannot keep; the server of "1-bit" owes too."""
 
@@ -76,8 +76,8 @@ def off_by(name, shape, dtype, world, chance, generator):
         given += sum(own["w"].double() for own in mine)
         largest = max(largest, *(greatest(own["w"]) for own in mine))
         sent += world * simulation.step(mine)[0]["w"].double()
-    owed = sum(own.memory.state_dict()["w"].double() for own in simulation.strategies)
-    return greatest(sent + owed - given), largest
+    residual = sum(own.memory.state_dict()["w"].double() for own in simulation.strategies)
+    return greatest(sent + residual - given), largest
 
 
 def greatest(tensor):
@@ -93,13 +93,13 @@ def check_codecs(cases):
         generator = torch.Generator().manual_seed(case)
         gradient = strided((math.prod(random_shape(chance)),), chance, generator, dtype)
         memory = torch.float64 if dtype == torch.float64 else torch.float32
-        owed = torch.randn(gradient.shape, generator=generator).to(memory)
-        whole = gradient.double() + owed.double()
-        payload = codec.encode_owed(gradient, owed, seed=case)
-        sent = codec.decode(payload, torch.empty_like(owed), seed=case)
+        residual = torch.randn(gradient.shape, generator=generator).to(memory)
+        whole = gradient.double() + residual.double()
+        payload = codec.encode_with_feedback(gradient, residual, seed=case)
+        sent = codec.decode(payload, torch.empty_like(residual), seed=case)
         if not whole.numel():
             continue
-        error = float((sent.double() + owed.double() - whole).abs().max())
+        error = float((sent.double() + residual.double() - whole).abs().max())
         largest = float(whole.abs().max())
         slack = SLACK[memory]
         if codec == CODECS["randomk unbiased"]:

@@ -29,7 +29,7 @@ OPTIONS = {
     "value dtype": ("Gathered(TopK(0.1))", "Gathered(TopK(0.1, value='bfloat16'))"),
     "run": ("Summed(RandomK(0.1, run=4))", "Summed(RandomK(0.1, run=8))"),
     "feedback": ("Sharded(Int4())", "ErrorFeedback(Sharded(Int4()))"),
-    "kind of feedback": ("ErrorFeedback(Sharded(Int4()))", "ErrorFeedback21(Sharded(Int4()))"),
+    "kind of feedback": ("ErrorFeedback(Sharded(Int4()))", "EF21(Sharded(Int4()))"),
     "memory dtype": ("ErrorFeedback(Sharded(Int4()))", "ErrorFeedback(Sharded(Int4()), bfloat16)"),
     "rank": ("PowerSGD(2)", "PowerSGD(4)"),
     "seed": ("PowerSGD(2, seed=1)", "PowerSGD(2, seed=2)"),
@@ -39,8 +39,11 @@ OPTIONS = {
     "momentum": ("DGC(0.01)", "DGC(0.01, momentum=0.8)"),
     "schedule": ("After(10, Sharded(Int8()))", "After(20, Sharded(Int8()))"),
     "rule": ("Combined(Median())", "Combined(GeometricMedian())"),
-    "share": ("WeightedMean(1.0)", "WeightedMean(1.0, most=0.5)"),
-    "clip": ("Private(Mean(), clip=1.0, noise=1.0)", "Private(Mean(), clip=2.0, noise=1.0)"),
+    "share": ("WeightedMean(1.0)", "WeightedMean(1.0, max_share=0.5)"),
+    "clip": (
+        "Private(Mean(), clip=1.0, noise_multiplier=1.0)",
+        "Private(Mean(), clip=2.0, noise_multiplier=1.0)",
+    ),
 }
 
 

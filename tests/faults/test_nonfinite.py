@@ -25,7 +25,7 @@ STRATEGIES = (
     "ErrorFeedback(Gathered(TopK(0.1)))",
     "ErrorFeedback(PowerSGD(1, min_compression_rate=1))",
     "ErrorFeedback(AcpSGD(1, min_compression_rate=1))",
-    "ErrorFeedback21(Gathered(TopK(0.2)))",
+    "EF21(Gathered(TopK(0.2)))",
     "DGC(0.1, clip=1.0)",
 )
 

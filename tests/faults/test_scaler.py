@@ -124,7 +124,7 @@ def in_fp16(rank, strategies):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_of_fp16_do_not_vanish_where_they_are_unscaled(world):
-    strategies = ["ErrorFeedback(Sharded(Int8()))", "ErrorFeedback21(Sharded(Int8()))",
+    strategies = ["ErrorFeedback(Sharded(Int8()))", "EF21(Sharded(Int8()))",
                   "ErrorFeedback(PowerSGD(1, min_compression_rate=1))"]  # fmt: skip
     for found in run_ranks(in_fp16, world, strategies):
         for strategy, ends in found.items():

@@ -20,7 +20,7 @@ from .test_nonfinite import SMALL, Injected
 FAILS = 2
 STRATEGIES = {
     "watch": lambda: gl.Combined(gl.Median()),
-    "ledger": lambda: gl.Private(gl.Mean(), clip=1.0, noise=1.0),
+    "ledger": lambda: gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0),
     "budget": lambda: gl.ErrorFeedback(gl.PowerSGD(budget=0.9, every=2, min_compression_rate=0)),
 }
 
@@ -131,7 +131,7 @@ def private_with_a_scaler(rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     injected = Injected(ddp.module, rank, [(3, 0, 0, math.inf), (5, 1, 2, math.nan)])
     told = []
-    strategy = gl.Private(gl.Mean(), clip=1.0, noise=1.0)
+    strategy = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0)
     with gl.attach(ddp, strategy, timeout=30, scaler=scaler) as attachment:
         for injected.step in range(8):
             before = [p.detach().clone() for p in ddp.parameters()]

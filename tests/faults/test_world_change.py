@@ -1,4 +1,4 @@
-"""R3: a run goes on with another number of ranks, and what is owed stays what it was."""
+"""R3: a run goes on with another number of ranks, and the residual stays what it was."""
 
 import random
 from functools import cache
@@ -12,14 +12,14 @@ import gradlane as gl
 from gradlane.core.strategy import named_states, shared_state
 from gradlane.local import run_ranks
 
-from ..support.catalogue import OWING, STRATEGIES
-from ..support.checkpoints import owed_by, total
+from ..support.catalogue import STRATEGIES, WITH_FEEDBACK
+from ..support.checkpoints import residual_of, total
 from .harness import drawn_again
 
 WORLDS = (4, 2, 3)
-DEBTS = (*OWING, "weighted feedback", "median int4 feedback", "int4 clipped feedback", "momentum", "dgc",
-         "momentum int4 feedback", "geometric median int4 feedback")  # fmt: skip
-WITH_STATE = (*DEBTS, "ef21", "ef21 sharded", "private powersgd, no noise", "mixed")
+WITH_RESIDUAL = (*WITH_FEEDBACK, "weighted feedback", "median int4 feedback", "int4 clipped feedback",
+                 "momentum", "dgc", "momentum int4 feedback", "geometric median int4 feedback")  # fmt: skip
+WITH_STATE = (*WITH_RESIDUAL, "ef21", "ef21 sharded", "private powersgd, no noise", "mixed")
 BATCH = 24  # of all ranks together: the same for 4, 2 and 3
 
 
@@ -40,7 +40,7 @@ SHAPES = {"a.weight": (70, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2
 
 @pytest.mark.parametrize("name", WITH_STATE)
 @pytest.mark.parametrize("worlds", [(4, 2, 3), (1, 5, 2)])
-def test_the_sum_of_what_is_owed_survives(name, worlds):
+def test_the_sum_of_the_residual_survives(name, worlds):
     seed = random.Random(f"{name} {worlds}").randrange(2**31)
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
@@ -52,8 +52,8 @@ def test_the_sum_of_what_is_owed_survives(name, worlds):
             for rank, strategy in enumerate(ranks.strategies):
                 strategy.load_state_dict(strategy.carried(saved, rank, world))
             ranks.steps = old.steps
-            before = [owed_by(strategy) for strategy in old.strategies]
-            conserved(before, [owed_by(strategy) for strategy in ranks.strategies], name)
+            before = [residual_of(strategy) for strategy in old.strategies]
+            conserved(before, [residual_of(strategy) for strategy in ranks.strategies], name)
         for _ in range(3):
             given = [
                 {k: torch.randn(s, generator=generator) for k, s in SHAPES.items()} for _ in range(world)
@@ -123,7 +123,7 @@ def batch(seed, step, size=BATCH):
 def train(rank, names, folder, seed, first, last, resume, save):
     """From step to step, over the same batches whatever the number of ranks; the loss on data of its own."""
     world = torch.distributed.get_world_size()
-    losses, owed = {}, {}
+    losses, residual = {}, {}
     for name in names:
         module = Regression(seed)
         ddp = DistributedDataParallel(module, bucket_cap_mb=0.002)
@@ -136,13 +136,13 @@ def train(rank, names, folder, seed, first, last, resume, save):
                 updates.load_state_dict(saved["optimizer"])
                 attachment.load(f"{folder}/{name}")
                 assert attachment.step == first
-            begins = owed_by(attachment.strategy)
+            begins = residual_of(attachment.strategy)
             for step in range(first, last):
                 x, y = (part[rank::world] for part in batch(seed, step))
                 updates.zero_grad()
                 nn.functional.mse_loss(ddp(x), y).backward()
                 updates.step()
-            owed[name] = (begins, owed_by(attachment.strategy))
+            residual[name] = (begins, residual_of(attachment.strategy))
             if save:
                 attachment.save(f"{folder}/{name}")
                 if rank == 0:
@@ -152,20 +152,20 @@ def train(rank, names, folder, seed, first, last, resume, save):
             x, y = batch(seed, 99_999, size=2000)
             losses[name] = float(nn.functional.mse_loss(module(x), y))
         assert list(named_states(attachment.strategy))
-    return losses, owed
+    return losses, residual
 
 
 def changing(names, folder, seed, steps):
-    """4 -> 2 -> 3 ranks: the losses at the end, and what was owed before and after each change."""
+    """4 -> 2 -> 3 ranks: the losses at the end, and the old residual before and after each change."""
     ends, ranks = None, []
     for place, world in enumerate(WORLDS):
         first, last = place * steps, (place + 1) * steps
         ranks = run_ranks(train, world, names, folder, seed, first, last, place > 0, True, deadline=280)
-        begins = {name: [owed[name][0] for _, owed in ranks] for name in names}
+        begins = {name: [residual[name][0] for _, residual in ranks] for name in names}
         if ends is not None:
             for name in names:
                 conserved(ends[name], begins[name], name)
-        ends = {name: [owed[name][1] for _, owed in ranks] for name in names}
+        ends = {name: [residual[name][1] for _, residual in ranks] for name in names}
         assert all(any(value.count_nonzero() for value in total(ends[name]).values()) for name in names)
     return ranks[0][0]
 
@@ -178,7 +178,7 @@ def test_four_two_three_in_processes(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(3))
 def test_the_loss_is_that_of_the_run_without_change(part, tmp_path):
-    names, seed = DEBTS[part::3], drawn_again(11)
+    names, seed = WITH_RESIDUAL[part::3], drawn_again(11)
     print(f"seed {seed}")
     changed = changing(names, str(tmp_path), seed, steps=60)
     plain = run_ranks(train, 4, names, str(tmp_path), seed, 0, 180, False, False, deadline=280)[0][0]

@@ -134,11 +134,11 @@ def weights_of(module):
 
 
 def assert_carried(before, after):
-    """What all ranks together owed is what all ranks together, however many, owe."""
-    owed, carried = total(before), total(after)
-    assert owed.keys() == carried.keys()
-    assert any(sum_over_ranks.any() for sum_over_ranks in owed.values())
-    for name, sum_over_ranks in owed.items():
+    """What all ranks together residual is what all ranks together, however many, owe."""
+    residual, carried = total(before), total(after)
+    assert residual.keys() == carried.keys()
+    assert any(sum_over_ranks.any() for sum_over_ranks in residual.values())
+    for name, sum_over_ranks in residual.items():
         torch.testing.assert_close(carried[name], sum_over_ranks)
 
 

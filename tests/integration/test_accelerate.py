@@ -11,7 +11,7 @@ from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration  # n
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.accelerate import attach_accelerate, log_metrics  # noqa: E402
 
-from ..support.checkpoints import owed_by  # noqa: E402
+from ..support.checkpoints import residual_of  # noqa: E402
 from .launched import (  # noqa: E402
     FILES,
     MEMORY,
@@ -107,14 +107,14 @@ def saved(rank, folder):
     epoch(*prepared_here)
     accelerator.save_state(str(folder))
     attachment.close()
-    return owed_by(attachment.strategy)
+    return residual_of(attachment.strategy)
 
 
 def resumed_by_three(rank, folder):
     prepared_here = accelerator, model, *_ = prepared()
     attachment = attach_accelerate(accelerator, model, MEMORY)
     accelerator.load_state(str(folder))
-    found = attachment.step, owed_by(attachment.strategy)
+    found = attachment.step, residual_of(attachment.strategy)
     epoch(*prepared_here)
     attachment.close()
     return *found, weights_of(model)
@@ -124,7 +124,7 @@ def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
     before = ranks(saved, tmp_path)
     after = ranks(resumed_by_three, tmp_path, world=3)
     assert [step for step, *_ in after] == [STEPS] * 3
-    assert_carried(before, [owed for _, owed, _ in after])
+    assert_carried(before, [residual for _, residual, _ in after])
     assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
 
 

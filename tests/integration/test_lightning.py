@@ -18,7 +18,7 @@ import gradlane as gl  # noqa: E402
 from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.lightning import GradientComm  # noqa: E402
 
-from ..support.checkpoints import owed_by  # noqa: E402
+from ..support.checkpoints import residual_of  # noqa: E402
 from .launched import (  # noqa: E402
     FILES,
     HALF,
@@ -95,14 +95,14 @@ def saved(rank, folder):
     run = trainer(comm)
     run.fit(Module(), batches_of(rank))
     run.save_checkpoint(folder / "a.ckpt")
-    return owed_by(comm.attachment.strategy)
+    return residual_of(comm.attachment.strategy)
 
 
 def resumed_by_three(rank, folder):
     module, comm = Module(), GradientComm(MEMORY)
     found = []
     module.on_train_batch_start = lambda *_: found.append(
-        (comm.attachment.step, owed_by(comm.attachment.strategy))
+        (comm.attachment.step, residual_of(comm.attachment.strategy))
     )
     run = trainer(comm, epochs=2, devices=3)
     run.fit(module, batches_of(rank % 2), ckpt_path=str(folder / "a.ckpt"))
@@ -151,13 +151,13 @@ def test_a_second_fit_goes_on_and_another_module_begins_anew():
 
 def spent(rank):
     """Two fits of one module, one of another; in between a swap to another mechanism."""
-    private = gl.Private(gl.Mean(), clip=1.0, noise=1.0)
+    private = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0)
     comm, module = GradientComm(private), Module()
     run = trainer(comm)
     run.fit(module, batches_of(rank))
     found = [comm.attachment.strategy.spent.runs()]
     run.fit_loop.max_epochs = 2
-    module.on_train_start = lambda: comm.attachment.swap("Private(Mean(), clip=1.0, noise=2.0)")
+    module.on_train_start = lambda: comm.attachment.swap("Private(Mean(), clip=1.0, noise_multiplier=2.0)")
     run.fit(module, batches_of(rank))
     found += [comm.attachment.strategy.spent.runs()]
     other = Module()

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from ..support.checkpoints import owed_by
+from ..support.checkpoints import residual_of
 from .launched import (
     BAD,
     MEMORY,
@@ -34,7 +34,7 @@ class Result:
         self.plainly = losses, weights_of(module), attachment.metrics()["comm/bytes_wire"]
         self.metrics = attachment.metrics()
         self.step = attachment.step
-        self.owed = owed_by(attachment.strategy)
+        self.residual = residual_of(attachment.strategy)
 
 
 def lightning(rank, world, folder, *, accumulate=1, bad=False, resume=0, strategy=MEMORY, manual=False):
@@ -44,7 +44,9 @@ def lightning(rank, world, folder, *, accumulate=1, bad=False, resume=0, strateg
 
     module, comm = Manual() if manual else Module(), GradientComm(strategy)
     found = []
-    module.on_train_start = lambda: found.append((comm.attachment.step, owed_by(comm.attachment.strategy)))
+    module.on_train_start = lambda: found.append(
+        (comm.attachment.step, residual_of(comm.attachment.strategy))
+    )
     how = "auto" if world == 1 else "ddp"
     run = trainer(comm, strategy=how, devices=world, epochs=1 + resume, accumulate_grad_batches=accumulate)
     path = str(folder / "a.ckpt")
@@ -72,7 +74,7 @@ def fabric(rank, world, folder, *, accumulate=1, bad=False, resume=0, strategy=M
         if resume:
             run.load(folder / "a.ckpt", state)
             attachment.load(folder / "a.gradlane")
-        found = attachment.step, owed_by(attachment.strategy)
+        found = attachment.step, residual_of(attachment.strategy)
         for index, batch in enumerate(batches_of(rank, world, bad=bad)):
             whole = (index + 1) % accumulate == 0
             with run.no_backward_sync(model, enabled=not whole):
@@ -99,7 +101,7 @@ def accelerate(rank, world, folder, *, accumulate=1, bad=False, resume=0, strate
     with attach_accelerate(accelerator, model, strategy) as attachment:
         if resume:
             accelerator.load_state(str(folder / "a"))
-        found = attachment.step, owed_by(attachment.strategy)
+        found = attachment.step, residual_of(attachment.strategy)
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch)
@@ -172,13 +174,13 @@ def test_optimizing_by_hand(tmp_path):
 @pytest.mark.parametrize("many", [2, 3])
 def test_a_run_goes_on_with_one_process_and_with_many(run, many, tmp_path):
     def with_many(rank, resume):
-        (step, owed), result = run(rank, many, tmp_path, resume=resume)
-        return step, owed, result.owed
+        (step, residual), result = run(rank, many, tmp_path, resume=resume)
+        return step, residual, result.residual
 
     before = ranks(with_many, 0, world=many)
-    (step, owed), result, _ = of_one(run, tmp_path, resume=1)
+    (step, residual), result, _ = of_one(run, tmp_path, resume=1)
     assert (step, result.step) == (STEPS, 2 * STEPS)
-    assert_carried([last for *_, last in before], [owed])
+    assert_carried([last for *_, last in before], [residual])
     after = ranks(with_many, 2, world=many)
     assert [step for step, *_ in after] == [2 * STEPS] * many
-    assert_carried([result.owed], [owed for _, owed, *_ in after])
+    assert_carried([result.residual], [residual for _, residual, *_ in after])

@@ -24,7 +24,7 @@ from gradlane.errors import InvalidValue, WrongState, WrongType  # noqa: E402
 from gradlane.integrations.transformers import attach_trainer  # noqa: E402
 from gradlane.strategies.accountant import epsilon_of  # noqa: E402
 
-from ..support.checkpoints import owed_by  # noqa: E402
+from ..support.checkpoints import residual_of  # noqa: E402
 from .launched import (  # noqa: E402
     BAD,
     BATCH,
@@ -165,7 +165,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(world, tmp_path):
 
 def spent(rank, folder):
     """Two trainings, then one that goes on from the middle of the second."""
-    private = gl.Private(gl.Cast(gl.Mean(), torch.bfloat16), clip=1.0, noise=1.0)
+    private = gl.Private(gl.Cast(gl.Mean(), torch.bfloat16), clip=1.0, noise_multiplier=1.0)
     run = trainer(folder, save_strategy="steps", save_steps=STEPS // 2)
     attach_trainer(run, private)
     found = []
@@ -210,7 +210,7 @@ def saved(rank, folder):
     run = trainer(folder, save_strategy="epoch")
     comm = attach_trainer(run, MEMORY)
     run.train()
-    return owed_by(comm.attachment.strategy)
+    return residual_of(comm.attachment.strategy)
 
 
 class Look(TrainerCallback):
@@ -218,7 +218,7 @@ class Look(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if not hasattr(self, "found"):
-            self.found = self.comm.attachment.step, owed_by(self.comm.attachment.strategy)
+            self.found = self.comm.attachment.step, residual_of(self.comm.attachment.strategy)
 
 
 def resumed_by_three(rank, folder):
@@ -233,7 +233,7 @@ def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path):
     before = ranks(saved, tmp_path)
     after = ranks(resumed_by_three, tmp_path, world=3)
     assert [step for step, *_ in after] == [STEPS] * 3
-    assert_carried(before, [owed for _, owed, _ in after])
+    assert_carried(before, [residual for _, residual, _ in after])
     assert all(torch.equal(weights, after[0][-1]) for *_, weights in after)
 
 
@@ -248,7 +248,7 @@ def of_one(folder, accumulate, unlucky):
     assert [line["comm/bytes_wire"] for line in run.state.log_history if "loss" in line] == [0.0] * (
         STEPS // accumulate // 2
     )
-    return run.losses, weights_of(run.model), owed_by(comm.attachment.strategy)
+    return run.losses, weights_of(run.model), residual_of(comm.attachment.strategy)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +275,10 @@ def goes_on(folder, rank, world):
 def test_a_run_goes_on_with_one_process_and_with_many(tmp_path):
     before = ranks(saved, tmp_path / "many")
     assert_carried(before, [alone(goes_on, tmp_path / "many", 0, 1)[1]])
-    *_, owed = alone(of_one, tmp_path / "one", 1, False)
+    *_, residual = alone(of_one, tmp_path / "one", 1, False)
     after = ranks(lambda rank: goes_on(tmp_path / "one", rank, 3), world=3)
     assert [step for step, _ in after] == [STEPS] * 3
-    assert_carried([owed], [found for _, found in after])
+    assert_carried([residual], [found for _, found in after])
 
 
 def logged(rank, folder):

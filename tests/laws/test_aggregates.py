@@ -45,7 +45,7 @@ def test_a_mean_of_ones_own_is_the_mean_up_to_rounding(make):
         torch.testing.assert_close(known[key], own[key], rtol=1e-5, atol=0.03)  # a code may go the other way
 
 
-def test_what_is_owed_does_not_depend_on_the_aggregate():
+def test_the_residual_does_not_depend_on_the_aggregate():
     worlds = [
         gl.Simulation(gl.ErrorFeedback(gl.Gathered(gl.Int4(block=32), aggregate)), world=3)
         for aggregate in (gl.mean, median)

@@ -221,9 +221,9 @@ def test_a_residual_of_ones_own():
         lost: float = 0.0
 
         async def reduce(self, bucket):
-            owed = self.memory.like(bucket).add_(bucket.flat)
-            sent = owed * 0.5
-            owed.sub_(sent).mul_(1 - self.lost)
+            residual = self.memory.like(bucket).add_(bucket.flat)
+            sent = residual * 0.5
+            residual.sub_(sent).mul_(1 - self.lost)
             return gl.Reduced(await gl.all_reduce(sent))
 
     assert gl.check_strategy(Half(), worlds=(2, 3), residual=lambda own: own.memory) == []
@@ -232,7 +232,7 @@ def test_a_residual_of_ones_own():
 
 
 def test_what_cannot_be_checked_is_told():
-    with pytest.raises(gl.InvalidValue, match="check it with noise=0"):
+    with pytest.raises(gl.InvalidValue, match="check it with noise_multiplier=0"):
         gl.check_strategy("Private(Mean(), 1.0, 1.0)")
     with pytest.raises(gl.InvalidValue, match=r"refuses all of worlds=\(2, 3\)"):
         gl.check_strategy("Combined(Krum(1))", worlds=(2, 3))

@@ -68,10 +68,10 @@ def test_one_bit_is_over_thirty_times_smaller():
 @pytest.mark.parametrize("numel", [1, 33, 5000])
 def test_zeros_give_zeros(name, numel):
     codec = CODECS[name]
-    owed = torch.zeros(numel)
-    payload = codec.encode_owed(torch.zeros(numel), owed, 1)
+    residual = torch.zeros(numel)
+    payload = codec.encode_with_feedback(torch.zeros(numel), residual, 1)
     assert decoded(codec, payload, numel, 1).count_nonzero() == 0
-    assert owed.count_nonzero() == 0
+    assert residual.count_nonzero() == 0
 
 
 @everyone
@@ -80,8 +80,8 @@ def test_the_same_again_and_the_input_is_left_alone(name, numel):
     codec, x = CODECS[name], gaussian(numel)
     before = x.clone()
     assert same(codec.encode(x, 9), codec.encode(x, 9))
-    owed = torch.zeros(numel)
-    assert same(codec.encode_owed(x, owed, 9), codec.encode(x, 9))
+    residual = torch.zeros(numel)
+    assert same(codec.encode_with_feedback(x, residual, 9), codec.encode(x, 9))
     assert torch.equal(x, before)
 
 
@@ -111,18 +111,18 @@ EXACT = ("raw", "int8", "int4", "int4 block 96", "int2", "fp8 e4m3", "fp8 e5m2",
 @everyone
 @pytest.mark.parametrize("numel", [1, 33, 5000, 70_001])
 def test_nothing_is_lost_with_feedback(name, numel):
-    """What is owed and what was sent add up to gradient + owed: exactly where Sterbenz' lemma holds,
+    """The residual and what was sent add up to gradient + residual: exactly where Sterbenz' lemma holds,
     else within one unit in the last place of the larger of the two."""
-    codec, x, owed = CODECS[name], gaussian(numel), gaussian(numel, 1) * 0.3
-    p = x + owed
-    payload = codec.encode_owed(x, owed, 6)
+    codec, x, residual = CODECS[name], gaussian(numel), gaussian(numel, 1) * 0.3
+    p = x + residual
+    payload = codec.encode_with_feedback(x, residual, 6)
     assert same(payload, codec.encode(p, 6))
     sent = decoded(codec, payload, numel, 6)
-    assert torch.equal(owed, p - sent)
+    assert torch.equal(residual, p - sent)
     if name in EXACT:
-        assert torch.equal(owed + sent, p)
+        assert torch.equal(residual + sent, p)
     unit = torch.maximum(p.abs(), sent.abs()) * 2.0**-23
-    assert ((owed.double() + sent.double() - p.double()).abs() <= unit).all()
+    assert ((residual.double() + sent.double() - p.double()).abs() <= unit).all()
 
 
 @everyone
@@ -140,9 +140,9 @@ def test_every_dtype(name, width, kept):
     expected = into.double() + exact.double()
     codec.add_decoded(payload, into, 2)
     torch.testing.assert_close(into, expected.to(width))
-    owed = torch.zeros(3000, dtype=kept)
-    assert same(codec.encode_owed(x, owed, 2), payload)
-    assert torch.equal(owed, (x.float() - exact).to(kept))
+    residual = torch.zeros(3000, dtype=kept)
+    assert same(codec.encode_with_feedback(x, residual, 2), payload)
+    assert torch.equal(residual, (x.float() - exact).to(kept))
 
 
 @everyone
@@ -150,15 +150,19 @@ def test_every_dtype(name, width, kept):
 @pytest.mark.parametrize("width", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
 def test_what_is_left_may_go_elsewhere(name, kept, width, bad):
-    """The same bits as in place, over what was there before; what was owed is not touched."""
-    codec, x, owed = CODECS[name], gaussian(5000, dtype=width), gaussian(5000, 1, dtype=kept) * 0.3
+    """The same bits as in place, over what was there before; the old residual is not touched."""
+    codec, x, residual = CODECS[name], gaussian(5000, dtype=width), gaussian(5000, 1, dtype=kept) * 0.3
     if bad is not None:
         x[[17, 4000]] = bad
-    before, after, spread = owed.clone(), torch.full_like(owed, math.nan), torch.zeros(5000, 2, dtype=kept)
-    elsewhere = codec.encode_owed(x, owed, 6, left=after)
-    assert torch.equal(owed.view(torch.uint8), before.view(torch.uint8))
-    codec.encode_owed(x, owed, 6, left=spread[:, 1])
-    in_place = codec.encode_owed(x, before, 6, left=before)
+    before, after, spread = (
+        residual.clone(),
+        torch.full_like(residual, math.nan),
+        torch.zeros(5000, 2, dtype=kept),
+    )
+    elsewhere = codec.encode_with_feedback(x, residual, 6, residual_out=after)
+    assert torch.equal(residual.view(torch.uint8), before.view(torch.uint8))
+    codec.encode_with_feedback(x, residual, 6, residual_out=spread[:, 1])
+    in_place = codec.encode_with_feedback(x, before, 6, residual_out=before)
     assert same_bits(elsewhere, in_place)
     assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
     assert torch.equal(spread[:, 1].contiguous().view(torch.uint8), before.view(torch.uint8))
@@ -170,16 +174,16 @@ def same_bits(left, right):
 
 
 @pytest.mark.parametrize("left", [torch.zeros(9), torch.zeros(10).double(), torch.zeros(10, device="meta")])
-def test_what_cannot_take_the_debt_is_refused(left):
-    with pytest.raises(gl.InvalidValue, match=r"left is .* must be like owed"):
-        gl.Int8().encode_owed(torch.zeros(10), torch.zeros(10), 1, left=left)
+def test_what_cannot_take_the_residual_is_refused(left):
+    with pytest.raises(gl.InvalidValue, match=r"residual_out is .* must be like residual"):
+        gl.Int8().encode_with_feedback(torch.zeros(10), torch.zeros(10), 1, residual_out=left)
 
 
 @everyone
 @pytest.mark.parametrize("numel", [0, 1, 5000])
 def test_meta_tensors_have_shapes_only(name, numel):
     codec, x = CODECS[name], torch.empty(numel, device="meta")
-    payload = codec.encode_owed(x, torch.empty(numel, device="meta"), 1)
+    payload = codec.encode_with_feedback(x, torch.empty(numel, device="meta"), 1)
     assert all(part.device.type == "meta" for part in payload)
     assert tuple((tuple(part.shape), part.dtype) for part in payload) == codec.layout(numel)
     codec.add_decoded(payload, x)
@@ -205,27 +209,27 @@ def test_what_is_not_finite_never_comes_out_finite(name, bad, numel):
 @everyone
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("numel", [1, 40, 5000, 70_001])
-def test_what_is_owed_stays_finite_whatever_comes(name, bad, numel):
+def test_the_residual_stays_finite_whatever_comes(name, bad, numel):
     codec = CODECS[name]
     for place in {0, numel // 2, numel - 1}:
-        x, owed = gaussian(numel), gaussian(numel, seed=1)
+        x, residual = gaussian(numel), gaussian(numel, seed=1)
         x[place] = bad
-        before = owed.clone()
-        codec.encode_owed(x, owed, 8)
-        assert owed.isfinite().all()
+        before = residual.clone()
+        codec.encode_with_feedback(x, residual, 8)
+        assert residual.isfinite().all()
         if isinstance(codec, gl.Int8 | gl.Int4 | gl.Int2 | gl.Sign | gl.Fp8 | gl.Natural):
-            assert owed[place] == before[place]
-        once_more = codec.encode_owed(gaussian(numel), owed, 9)
-        assert owed.isfinite().all()
+            assert residual[place] == before[place]
+        once_more = codec.encode_with_feedback(gaussian(numel), residual, 9)
+        assert residual.isfinite().all()
         assert decoded(codec, once_more, numel, 9).isfinite().all()
 
 
 @pytest.mark.parametrize("number", [3.38e38, 3.4e38])
 def test_a_mean_that_bfloat16_cannot_hold_is_no_number(number):
-    owed = torch.zeros(1)
-    payload = gl.Sign().encode_owed(torch.tensor([number]), owed, 0)
+    residual = torch.zeros(1)
+    payload = gl.Sign().encode_with_feedback(torch.tensor([number]), residual, 0)
     assert payload[1].isnan() == (number == 3.4e38)  # which rounds up beyond the largest
-    assert owed.isfinite()
+    assert residual.isfinite()
 
 
 @everyone
@@ -377,5 +381,5 @@ def test_what_is_kept_stays_finite_close_to_the_largest_number(name, dtype, coun
         gradient = largest * (1 - 1e-4 * torch.rand(count, generator=generator))
         gradient *= torch.randn(count, generator=generator).sign()
         gradient[:: 1 + step] *= torch.rand(-(-count // (1 + step)), generator=generator)
-        codec.encode_owed(gradient, residual, step)
+        codec.encode_with_feedback(gradient, residual, step)
         assert residual.isfinite().all(), f"step {step}"

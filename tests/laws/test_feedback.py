@@ -9,7 +9,7 @@ import torch
 import gradlane as gl
 from gradlane.strategies.feedback import settled, squared_norm
 
-from ..support.catalogue import OWING, STRATEGIES, GatheredMean, median
+from ..support.catalogue import STRATEGIES, WITH_FEEDBACK, GatheredMean, median
 from .test_laws import SHAPES, gradients, simulation
 
 ROUGH = {
@@ -40,7 +40,7 @@ def with_outliers(world, step):
 @pytest.mark.parametrize(
     "world", [3, 8, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 5))]
 )
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_what_arrived_and_what_is_kept_is_what_was_given(name, world):
     ranks = gl.Simulation(STRATEGIES[name](), world=world)
     missing = {key: torch.zeros(shape, dtype=torch.double) for key, shape in BLOCKS.items()}
@@ -59,7 +59,7 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(name, world):
 
 @pytest.mark.parametrize("bucket_bytes", [64])
 @pytest.mark.parametrize("world", [2, 5])
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_so_it_is_in_many_small_buckets(name, world, bucket_bytes):
     """Shards of a few elements, or of none."""
     ranks = simulation(name, world, bucket_bytes=bucket_bytes)
@@ -99,24 +99,24 @@ def test_a_steady_gradient_arrives_beside_outliers_at_any_number_of_ranks(codec,
 
 
 class TwoBuffers(gl.Strategy):
-    """Error feedback whose new debt goes to a buffer of its own, with anything in it before."""
+    """Error feedback whose new residual goes to a buffer of its own, with anything in it before."""
 
     def __init__(self, feedback):
         self.inner, self.memory = feedback.inner, feedback.memory
 
     async def reduce(self, bucket):
-        owed = self.memory.like(bucket)
-        before, left = owed.clone(), torch.full_like(owed, torch.nan)
-        reduced = await settled(self.inner, dataclasses.replace(bucket, owed=owed, left=left))
-        assert torch.equal(owed, before)
-        owed.copy_(left)
+        residual = self.memory.like(bucket)
+        before, left = residual.clone(), torch.full_like(residual, torch.nan)
+        reduced = await settled(self.inner, dataclasses.replace(bucket, residual=residual, residual_out=left))
+        assert torch.equal(residual, before)
+        residual.copy_(left)
         return gl.Reduced(reduced.mean)
 
 
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_new_debt_beside_the_old_one_has_the_same_bits(name, world, dtype):
+def test_a_new_residual_beside_the_old_one_has_the_same_bits(name, world, dtype):
     in_place = simulation(name, world)
     apart = gl.Simulation(TwoBuffers(STRATEGIES[name]()), world=world)
     for step in range(6):
@@ -151,7 +151,7 @@ def test_feedback_makes_a_constant_gradient_arrive_and_its_absence_does_not():
 
 def test_ef21_comes_to_a_constant_gradient_and_stays():
     gradient = {"w": torch.randn(640, generator=torch.Generator().manual_seed(0))}
-    ranks = gl.Simulation(gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.1))), world=2)
+    ranks = gl.Simulation(gl.EF21(gl.Gathered(gl.TopK(0.1))), world=2)
     errors = [(ranks.step([dict(gradient)] * 2)[0]["w"] - gradient["w"]).norm().item() for _ in range(15)]
     assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
     assert errors[-1] < 1e-5
@@ -173,7 +173,7 @@ def test_the_mean_that_ef21_answers_stays_the_mean_of_the_ranks_estimates(name, 
 @pytest.mark.parametrize("world", [3, 5])
 def test_ef21_divides_by_those_who_still_train(world):
     """As under ``join(divide_by_initial_world_size=False)``: the last rank has left, and gives zeros."""
-    strategy = gl.ErrorFeedback21(gl.Sharded(gl.Int8(block=32)))
+    strategy = gl.EF21(gl.Sharded(gl.Int8(block=32)))
     ranks = gl.Simulation(strategy, world=world)
     gradient = {"w": torch.linspace(-1, 1, 320)}
     for _ in range(5):
@@ -187,18 +187,20 @@ def test_ef21_divides_by_those_who_still_train(world):
 def test_the_residual_norm_is_noted():
     ranks = gl.Simulation(STRATEGIES["top-k"](), world=2)
     ranks.step([{"w": torch.ones(500)} for _ in range(2)])
-    owed = [strategy.memory.state_dict()["w"] for strategy in ranks.strategies]
-    assert ranks.figures["residual_square"] == pytest.approx(float(sum(own.square().sum() for own in owed)))
+    residual = [strategy.memory.state_dict()["w"] for strategy in ranks.strategies]
+    assert ranks.figures["residual_square"] == pytest.approx(
+        float(sum(own.square().sum() for own in residual))
+    )
 
 
 @pytest.mark.parametrize("numel", [8_193, 50_003])
 def test_the_sampled_norm_is_near_and_looks_everywhere_in_time(numel):
-    owed = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    owed[: numel // 3] *= 5  # as layers differ
-    exact = float(owed.square().sum())
+    residual = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    residual[: numel // 3] *= 5  # as layers differ
+    exact = float(residual.square().sum())
     ones, seen = torch.ones(numel, requires_grad=True), torch.zeros(numel, dtype=torch.bool)
     for step in range(100):
-        assert float(squared_norm(owed, step)) == pytest.approx(exact, rel=0.15)
+        assert float(squared_norm(residual, step)) == pytest.approx(exact, rel=0.15)
         seen |= torch.autograd.grad(squared_norm(ones, step), ones)[0] > 0
     assert seen.all()
 
@@ -207,7 +209,7 @@ def plain_dgc(gradients, momentum, clip, share, steps):
     """The slow obvious one: dense tensors, exact top-k per rank."""
     world = len(gradients[0])
     velocity = [torch.zeros_like(gradients[0][0]) for _ in range(world)]
-    owed = [torch.zeros_like(gradients[0][0]) for _ in range(world)]
+    residual = [torch.zeros_like(gradients[0][0]) for _ in range(world)]
     answers = []
     for step in range(steps):
         sent = []
@@ -215,13 +217,13 @@ def plain_dgc(gradients, momentum, clip, share, steps):
             gradient = gradients[step][rank]
             gradient = gradient * min(1.0, clip / world**0.5 / gradient.norm().item())
             velocity[rank] = momentum * velocity[rank] + gradient
-            owed[rank] = owed[rank] + velocity[rank]
+            residual[rank] = residual[rank] + velocity[rank]
             slots = max(1, -(-int(share(step) * 1e9) * gradient.numel() // 10**9))
-            threshold = owed[rank].abs().topk(slots).values[-1]
-            mask = owed[rank].abs() >= threshold
-            sent.append(torch.where(mask, owed[rank], 0.0))
+            threshold = residual[rank].abs().topk(slots).values[-1]
+            mask = residual[rank].abs() >= threshold
+            sent.append(torch.where(mask, residual[rank], 0.0))
             velocity[rank][mask] = 0
-            owed[rank][mask] = 0
+            residual[rank][mask] = 0
         answers.append(sum(sent) / world)
     return answers
 
@@ -247,14 +249,14 @@ def test_dgc_is_the_paper_step_by_step():
         (lambda: gl.Sharded(8), gl.WrongType, "takes a codec, got int"),
         (lambda: gl.ErrorFeedback(gl.TopK()), gl.WrongType, r"TopK is a codec; write ErrorFeedback\(Sharded"),
         (lambda: gl.ErrorFeedback(gl.Mean(), torch.float16), gl.InvalidValue, "use float32 or bfloat16"),
-        (lambda: gl.ErrorFeedback21(3), gl.WrongType, "wraps a strategy, got int"),
+        (lambda: gl.EF21(3), gl.WrongType, "wraps a strategy, got int"),
         (
-            lambda: gl.ErrorFeedback21(gl.Cast(gl.Mean(), torch.bfloat16)),
+            lambda: gl.EF21(gl.Cast(gl.Mean(), torch.bfloat16)),
             gl.InvalidValue,
             "not the mean of what the ranks have sent",
         ),
-        (lambda: gl.ErrorFeedback21(gl.Combined(gl.Median())), gl.InvalidValue, "would drift apart"),
-        (lambda: gl.ErrorFeedback21(gl.Gathered(gl.Raw(), median)), gl.InvalidValue, "would drift apart"),
+        (lambda: gl.EF21(gl.Combined(gl.Median())), gl.InvalidValue, "would drift apart"),
+        (lambda: gl.EF21(gl.Gathered(gl.Raw(), median)), gl.InvalidValue, "would drift apart"),
         (
             lambda: gl.Cast(gl.Sharded(gl.Int8()), torch.bfloat16),
             gl.InvalidValue,
@@ -306,7 +308,7 @@ def test_at_two_ranks_sharded_is_gathered():
 
 
 def test_a_narrow_memory_does_not_narrow_what_is_sent():
-    """What a plain mean sends is the gradient itself; bfloat16 is for what is owed, and nothing is."""
+    """What a plain mean sends is the gradient itself; bfloat16 is for the residual, and nothing is."""
     given_ = [{"w": torch.tensor([1.0 + 2.0**-20, 3.0])} for _ in range(2)]
     ranks = gl.Simulation(gl.ErrorFeedback(gl.Mean(), torch.bfloat16), world=2)
     assert torch.equal(ranks.step(given_)[0]["w"], given_[0]["w"])

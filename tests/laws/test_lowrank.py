@@ -113,17 +113,17 @@ def test_warm_start_converges_to_the_best_approximation_and_a_cold_one_does_not(
     assert distance(gl.PowerSGD(2, warm_start=False)) > 1e-3
 
 
-def test_what_is_owed_stays_bounded_where_the_mean_s_kind_grows_with_the_root_of_the_steps():
-    def owed_after(owes, steps):
+def test_the_residual_stays_bounded_where_the_mean_s_kind_grows_with_the_root_of_the_steps():
+    def residual_after(owes, steps):
         ranks = gl.Simulation(gl.ErrorFeedback(gl.PowerSGD(2, owes=owes)), world=2)
         norms = []
         for step in range(steps):
             ranks.step(given(2, step, {"w": (16, 16), "b": (9,)}, torch.float32))
-            owed = ranks.strategies[0].memory.state_dict()
-            norms.append(math.hypot(*(float(part.norm()) for part in owed.values())))
+            residual = ranks.strategies[0].memory.state_dict()
+            norms.append(math.hypot(*(float(part.norm()) for part in residual.values())))
         return norms
 
-    own, mean = owed_after("own", 400), owed_after("mean", 400)
+    own, mean = residual_after("own", 400), residual_after("mean", 400)
     assert max(own[200:]) < 1.3 * max(own[20:100])
     assert mean[399] > 1.7 * mean[99]  # 2 by the root
     assert mean[399] > 3 * own[399]
@@ -132,9 +132,9 @@ def test_what_is_owed_stays_bounded_where_the_mean_s_kind_grows_with_the_root_of
 def test_dense_parts_owe_nothing():
     ranks = gl.Simulation(gl.ErrorFeedback(gl.PowerSGD(2)), world=2)
     ranks.step(given(2, 0, {"w": (20, 20), "b": (20,), "scale": ()}, torch.float32))
-    owed = ranks.strategies[0].memory.state_dict()
-    assert owed["w"].count_nonzero() > 0
-    assert owed["b"].count_nonzero() == owed["scale"].count_nonzero() == 0
+    residual = ranks.strategies[0].memory.state_dict()
+    assert residual["w"].count_nonzero() > 0
+    assert residual["b"].count_nonzero() == residual["scale"].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +150,7 @@ def test_narrow_gradients_are_computed_with_in_fp32(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_saved_by_a_cast_are_owed_too(kind):
+def test_bytes_saved_by_a_cast_are_residual_too(kind):
     """What bf16 factors lose stays in the memory, up to what the sum of two bf16 numbers is rounded by."""
     strategy = gl.ErrorFeedback(gl.Cast(kind(2), torch.bfloat16))
     ranks = gl.Simulation(strategy, world=2)
@@ -159,8 +159,8 @@ def test_bytes_saved_by_a_cast_are_owed_too(kind):
         mine = given(2, step, {"w": (24, 24)}, torch.float32)
         total += sum(own["w"].double() for own in mine)
         applied += 2 * ranks.step(mine)[0]["w"].double()
-    owed = sum(own.memory.state_dict()["w"].double() for own in ranks.strategies)
-    torch.testing.assert_close(applied + owed, total, rtol=0, atol=4e-2)
+    residual = sum(own.memory.state_dict()["w"].double() for own in ranks.strategies)
+    torch.testing.assert_close(applied + residual, total, rtol=0, atol=4e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Low rank with what is owed in bfloat16: half the memory for good, and the same training up to rounding."""
+"""Low rank with the residual in bfloat16: half the memory for good, and the same training up to rounding."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_half_the_bytes_are_held_between_steps(kind, undoable):
 
 @every_kind
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_was_sent_and_what_is_owed_add_up(kind, world):
+def test_what_was_sent_and_the_residual_add_up(kind, world):
     """Each step may round what is left once: the errors of eight steps together are below a hundredth."""
     ranks = gl.Simulation(gl.ErrorFeedback(KINDS[kind](), torch.bfloat16), world=world)
     total, applied = torch.zeros(60, 40).double(), torch.zeros(60, 40).double()
@@ -67,10 +67,10 @@ def test_what_was_sent_and_what_is_owed_add_up(kind, world):
         mine = [{"w": torch.randn(60, 40, generator=generator)} for _ in range(world)]
         total += sum(own["w"].double() for own in mine)
         applied += world * ranks.step(mine)[0]["w"].double()
-        owed = [own.memory.state_dict()["w"] for own in ranks.strategies]
-        assert all(part.dtype == torch.bfloat16 for part in owed)
-        largest += max(float(part.abs().max()) for part in owed)
-    off = (applied + sum(part.double() for part in owed) - total).abs().max()
+        residual = [own.memory.state_dict()["w"] for own in ranks.strategies]
+        assert all(part.dtype == torch.bfloat16 for part in residual)
+        largest += max(float(part.abs().max()) for part in residual)
+    off = (applied + sum(part.double() for part in residual) - total).abs().max()
     assert off < 2.0**-8 * world * largest
     assert off > 0  # it is rounded after all
 

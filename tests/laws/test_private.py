@@ -32,7 +32,9 @@ def shares_given(world, strategy=None, steps=1, numel=NUMEL):
         for rank in range(world):
             bucket = gl.Bucket(torch.zeros(numel), layout, step, rank, world)
             running = Running(
-                strategy or gl.Private(gl.Mean(), clip=0.5, noise=3.0), bucket, lambda bucket, note: None
+                strategy or gl.Private(gl.Mean(), clip=0.5, noise_multiplier=3.0),
+                bucket,
+                lambda bucket, note: None,
             )
             given.append(gives(running).clone())
             running.close()
@@ -44,7 +46,9 @@ def shares_given(world, strategy=None, steps=1, numel=NUMEL):
 @pytest.mark.parametrize("clip", [0.1, 3.0, 1e3])
 def test_each_worker_is_clipped_as_a_whole(world, bucket_bytes, clip):
     given = gradients(world)
-    ranks = gl.Simulation(gl.Private(gl.Mean(), clip, noise=0.0), world=world, bucket_bytes=bucket_bytes)
+    ranks = gl.Simulation(
+        gl.Private(gl.Mean(), clip, noise_multiplier=0.0), world=world, bucket_bytes=bucket_bytes
+    )
     answer = ranks.step(given)[0]
     wanted = clipped_sum(given, clip)
     for key in SHAPES:
@@ -59,7 +63,7 @@ def test_no_contribution_is_above_the_clip(dtype, scale):
     for seed in range(20):
         (own,) = gradients(1, seed, dtype)
         clip = 0.7 * scale
-        ranks = gl.Simulation(gl.Private(gl.Mean(), clip, noise=0.0), world=1, bucket_bytes=64)
+        ranks = gl.Simulation(gl.Private(gl.Mean(), clip, noise_multiplier=0.0), world=1, bucket_bytes=64)
         answer = ranks.step([{key: value * scale for key, value in own.items()}])[0]
         norm = math.sqrt(sum(value.double().square().sum().item() for value in answer.values()))
         assert clip * 0.99999 < norm <= clip
@@ -70,7 +74,9 @@ def test_no_contribution_is_above_the_clip(dtype, scale):
 def test_what_is_not_finite_is_refused_by_all_before_anything_is_sent(world, bad):
     given = gradients(world)
     given[1]["b.weight"][0, 0, 0] = bad
-    ranks = gl.Simulation(gl.Private(gl.PowerSGD(1, 1), 1.0, noise=1.0), world=world, bucket_bytes=64)
+    ranks = gl.Simulation(
+        gl.Private(gl.PowerSGD(1, 1), 1.0, noise_multiplier=1.0), world=world, bucket_bytes=64
+    )
     for answer in ranks.step(given):
         assert all(value.isnan().all() for value in answer.values())  # every bucket, not only that one
     assert [(event.kind, event.payload_bytes) for event in ranks.events] == [("all_reduce", 4)]
@@ -83,7 +89,9 @@ def test_what_is_not_finite_is_refused_by_all_before_anything_is_sent(world, bad
 
 def test_a_rank_that_is_not_chosen_shows_nothing_of_what_it_holds():
     """Privacy by sampling would be gone if a step were skipped because of a worker that takes no part."""
-    ranks = gl.Simulation(gl.Private(gl.Mean(), 1e3, noise=0.0, sampling=1e-9), world=3, bucket_bytes=8)
+    ranks = gl.Simulation(
+        gl.Private(gl.Mean(), 1e3, noise_multiplier=0.0, sample_rate=1e-9), world=3, bucket_bytes=8
+    )
     bad = [{"a": torch.full((2,), math.nan), "b": torch.ones(2)} for _ in range(3)]
     for answer in ranks.step(bad):
         assert all(torch.equal(value, torch.zeros(2)) for value in answer.values())
@@ -94,7 +102,9 @@ def test_a_rank_that_is_not_chosen_shows_nothing_of_what_it_holds():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("inner", [gl.Mean(), gl.Cast(gl.Mean(), torch.bfloat16), gl.Summed(gl.Raw())])
 def test_the_noise_of_the_mean_is_that_of_the_sum_over_n(world, inner):
-    ranks = gl.Simulation(gl.Private(inner, clip=0.5, noise=3.0), world=world, bucket_bytes=4 * NUMEL)
+    ranks = gl.Simulation(
+        gl.Private(inner, clip=0.5, noise_multiplier=3.0), world=world, bucket_bytes=4 * NUMEL
+    )
     zeros = [{"a": torch.zeros(NUMEL), "b": torch.zeros(NUMEL)} for _ in range(world)]
     answer = ranks.step(zeros)[0]
     for noise in answer.values():
@@ -135,7 +145,9 @@ def test_noise_of_double_gradients_and_of_narrow_ones():
 
 
 def test_sampling_leaves_workers_out_and_divides_by_what_is_expected():
-    ranks = gl.Simulation(gl.Private(gl.Mean(), 1e3, noise=0.0, sampling=0.25), world=4, bucket_bytes=8)
+    ranks = gl.Simulation(
+        gl.Private(gl.Mean(), 1e3, noise_multiplier=0.0, sample_rate=0.25), world=4, bucket_bytes=8
+    )
     ones = [{"a": torch.ones(2), "b": torch.ones(2)} for _ in range(4)]
     answers = [ranks.step(ones)[0] for _ in range(400)]
     counts = torch.stack([answer["a"][0] for answer in answers])
@@ -147,7 +159,7 @@ def test_sampling_leaves_workers_out_and_divides_by_what_is_expected():
 
 def test_the_ledger_counts_steps_whatever_the_buckets_and_survives_a_checkpoint():
     ranks = gl.Simulation(
-        gl.Cast(gl.Private(gl.Mean(), 1.0, 1.5, sampling=0.5), torch.bfloat16), world=2, bucket_bytes=64
+        gl.Cast(gl.Private(gl.Mean(), 1.0, 1.5, sample_rate=0.5), torch.bfloat16), world=2, bucket_bytes=64
     )
     for step in range(3):
         ranks.step(gradients(2, step))
@@ -157,13 +169,13 @@ def test_the_ledger_counts_steps_whatever_the_buckets_and_survives_a_checkpoint(
     file = io.BytesIO()
     torch.save(ranks.strategies[0].state_dict(), file)
     file.seek(0)
-    again = gl.Cast(gl.Private(gl.Mean(), 1.0, 1.5, sampling=0.5), torch.bfloat16)
+    again = gl.Cast(gl.Private(gl.Mean(), 1.0, 1.5, sample_rate=0.5), torch.bfloat16)
     again.load_state_dict(torch.load(file, weights_only=True))
     assert again.inner.epsilon(1e-5) == private.epsilon(1e-5)
     gl.Simulation([again]).step(gradients(1))
     assert again.inner.spent.steps == 4
-    with pytest.raises(gl.InvalidValue, match=r"this Private has noise=2\.0"):
-        gl.Private(gl.Mean(), 1.0, 2.0, sampling=0.5).load_state_dict(private.state_dict())
+    with pytest.raises(gl.InvalidValue, match=r"this Private has noise_multiplier=2\.0"):
+        gl.Private(gl.Mean(), 1.0, 2.0, sample_rate=0.5).load_state_dict(private.state_dict())
     with pytest.raises(gl.InvalidValue, match="this one nothing"):
         gl.Private(gl.Mean(), 1.0, 2.0).load_state_dict({})
 
@@ -208,7 +220,7 @@ def test_a_dry_run_spends_nothing():
 
 INSIDE = [
     gl.ErrorFeedback(gl.Summed(gl.RandomK(0.1))),
-    gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.1))),
+    gl.EF21(gl.Gathered(gl.TopK(0.1))),
     gl.DGC(0.1),
     gl.Sharded(gl.Int8()),
     gl.Gathered(gl.Sign()),
@@ -229,7 +241,7 @@ def test_what_breaks_the_bound_is_refused_inside(inner):
 
 OUTSIDE = [
     lambda private: gl.ErrorFeedback(private),
-    lambda private: gl.ErrorFeedback21(gl.Cast(private, torch.bfloat16)),
+    lambda private: gl.EF21(gl.Cast(private, torch.bfloat16)),
     lambda private: gl.WeightedMean(1.0, private),
     lambda private: gl.After(10, then=private),
     lambda private: gl.After(10, then=gl.Mean(), first=private),
@@ -262,15 +274,15 @@ def test_fp16_on_the_wire_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip": 0.0, "noise": 1.0}, "clip=0.0; use a norm above 0"),
-        ({"clip": math.inf, "noise": 1.0}, "clip=inf"),
-        ({"clip": 1.0, "noise": -1.0}, "noise=-1.0; use a multiple of clip"),
-        ({"clip": 1.0, "noise": math.nan}, "noise=nan"),
-        ({"clip": 1.0, "noise": 1.0, "sampling": 0.0}, "sampling=0.0"),
-        ({"clip": 1.0, "noise": 1.0, "sampling": 1.5}, "sampling=1.5"),
-        ({"clip": "1", "noise": 1.0}, "clip='1'; use a norm above 0"),
-        ({"clip": 1.0, "noise": None}, "noise=None; use a multiple of clip"),
-        ({"clip": 1.0, "noise": 1.0, "sampling": "x"}, "sampling='x'; use a probability"),
+        ({"clip": 0.0, "noise_multiplier": 1.0}, "clip=0.0; use a norm above 0"),
+        ({"clip": math.inf, "noise_multiplier": 1.0}, "clip=inf"),
+        ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier=-1.0; use a multiple of clip"),
+        ({"clip": 1.0, "noise_multiplier": math.nan}, "noise_multiplier=nan"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "sample_rate": 0.0}, "sample_rate=0.0"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "sample_rate": 1.5}, "sample_rate=1.5"),
+        ({"clip": "1", "noise_multiplier": 1.0}, "clip='1'; use a norm above 0"),
+        ({"clip": 1.0, "noise_multiplier": None}, "noise_multiplier=None; use a multiple of clip"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "sample_rate": "x"}, "sample_rate='x'; use a probability"),
     ],
 )
 def test_options_out_of_range(options, message):

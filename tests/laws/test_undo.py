@@ -76,7 +76,8 @@ def test_an_undone_step_leaves_no_trace(name, bucket_bytes):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", ["a.weight", "scale"])
 def test_a_bad_number_is_seen_by_all_or_none(name, bad, at):
-    """And where none sees it, the answer is as good as any: nothing that is owed or kept is lost by it."""
+    """And where none sees it, the answer is as good as any: nothing that is residual or kept is lost by
+    it."""
     ranks = simulation(name, 3)
     for step in range(3):
         given = gradients(3, step)

@@ -21,7 +21,7 @@ CARRIERS = {
     "raw, gathered": lambda w: gl.WeightedMean(w, gl.Gathered(gl.Raw())),
     "raw, sharded": lambda w: gl.WeightedMean(w, gl.Sharded(gl.Raw())),
     "raw, summed": lambda w: gl.WeightedMean(w, gl.Summed(gl.Raw())),
-    "a largest share that none has": lambda w: gl.WeightedMean(w, most=1.0),
+    "a largest share that none has": lambda w: gl.WeightedMean(w, max_share=1.0),
     "routed": lambda w: gl.WeightedMean(w, gl.Route({"*.bias": gl.Sharded(gl.Raw())})),
 }
 
@@ -121,8 +121,8 @@ def test_one_message_with_the_plain_mean_and_eight_bytes_more_with_any_other():
 
 
 @pytest.mark.parametrize("lossy", [gl.Gathered(gl.TopK(0.2)), gl.Sharded(gl.Int4(block=32)), gl.PowerSGD(1)])
-def test_with_feedback_inside_sent_and_owed_add_up_however_the_weights_change(lossy):
-    """Sum over steps of the weighted means = what was applied + the mean of what is owed."""
+def test_with_feedback_inside_sent_and_residual_add_up_however_the_weights_change(lossy):
+    """Sum over steps of the weighted means = what was applied + the mean of the residual."""
     weights = [[3.0, 1.0, 0.0, 9.0, 1.0], [1.0, 7.0, 2.0, 0.0, 1e3]]  # by rank, then step
     steps = itertools.count()
 
@@ -136,13 +136,13 @@ def test_with_feedback_inside_sent_and_owed_add_up_however_the_weights_change(lo
         given = gradients(2, step)
         wanted.append({key: exact(given, [own[step] for own in weights], key) for key in SHAPES})
         applied.append(ranks.step(given)[0])
-    owed = [strategy.inner.memory.state_dict() for strategy in ranks.strategies]
+    residual = [strategy.inner.memory.state_dict() for strategy in ranks.strategies]
     for key in SHAPES:
-        arrived = sum(one[key].double() for one in applied) + sum(own[key].double() for own in owed) / 2
+        arrived = sum(one[key].double() for one in applied) + sum(own[key].double() for own in residual) / 2
         torch.testing.assert_close(arrived, sum(one[key] for one in wanted), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("feedback", [gl.ErrorFeedback, gl.ErrorFeedback21])
+@pytest.mark.parametrize("feedback", [gl.ErrorFeedback, gl.EF21])
 def test_feedback_outside_is_refused_with_the_way_out(feedback):
     with pytest.raises(gl.InvalidValue, match=rf"put it inside: WeightedMean\(weight, {feedback.__name__}"):
         feedback(gl.Cast(gl.WeightedMean(1.0), torch.bfloat16))
@@ -184,30 +184,30 @@ def test_weights_out_of_range_are_refused(weight):
         gl.WeightedMean(weight)
 
 
-def by_bisection(weights, most):
+def by_bisection(weights, max_share):
     """The slow obvious one: lower the level until the largest share fits."""
     low, high = 0.0, max(weights)
     for _ in range(200):
         level = (low + high) / 2
         cut = [min(weight, level) for weight in weights]
-        low, high = (level, high) if max(cut) <= most * sum(cut) else (low, level)
+        low, high = (level, high) if max(cut) <= max_share * sum(cut) else (low, level)
     cut = [min(weight, low) for weight in weights]
     return [weight / sum(cut) for weight in cut]
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("most", [1.0, 0.7, 0.5, 0.35, 0.21])
-def test_no_share_is_larger_than_the_most(seed, most):
+@pytest.mark.parametrize("max_share", [1.0, 0.7, 0.5, 0.35, 0.21])
+def test_no_share_is_larger_than_max_share(seed, max_share):
     generator = torch.Generator().manual_seed(seed)
     weights = (10 ** torch.empty(5).uniform_(-3, 6, generator=generator)).tolist()
-    found = shares(weights, most)
+    found = shares(weights, max_share)
     assert math.fsum(found) == pytest.approx(1)
-    assert max(found) <= most * (1 + 1e-12)
-    assert found == pytest.approx(by_bisection(weights, most), rel=1e-6)
-    kept = [(w, s) for w, s in zip(weights, found, strict=True) if s < most * (1 - 1e-9)]
+    assert max(found) <= max_share * (1 + 1e-12)
+    assert found == pytest.approx(by_bisection(weights, max_share), rel=1e-6)
+    kept = [(w, s) for w, s in zip(weights, found, strict=True) if s < max_share * (1 - 1e-9)]
     ratios = [share / weight for weight, share in kept]
     assert ratios == pytest.approx(ratios[:1] * len(ratios))  # who is not cut keeps its ratio to the others
-    turned = shares(weights[::-1], most)
+    turned = shares(weights[::-1], max_share)
     assert turned == found[::-1]
 
 
@@ -220,27 +220,29 @@ def test_shares_where_few_have_a_weight_or_all_the_same():
 
 def test_a_rank_that_boasts_counts_for_the_most_and_no_more():
     given = [{"w": torch.tensor([value])} for value in (100.0, 1.0, 2.0)]
-    answer = reduced(lambda w: gl.WeightedMean(w, most=0.5), (1e12, 4.0, 4.0), given)
+    answer = reduced(lambda w: gl.WeightedMean(w, max_share=0.5), (1e12, 4.0, 4.0), given)
     assert answer["w"].item() == pytest.approx(0.5 * 100 + 0.25 * 1 + 0.25 * 2)
 
 
 def test_a_most_that_cannot_be_is_refused():
     for most in (0.0, -1.0, 1.1, math.nan, "0.5", True):
         with pytest.raises(gl.InvalidValue, match="above 0 and at most 1"):
-            gl.WeightedMean(1.0, most=most)
-    with pytest.raises(gl.InvalidValue, match=r"most=0.3 is not possible with 3 ranks.*use at least 1/3"):
-        reduced(lambda w: gl.WeightedMean(w, most=0.3), (1, 1, 1), gradients(3))
+            gl.WeightedMean(1.0, max_share=most)
+    with pytest.raises(
+        gl.InvalidValue, match=r"max_share=0.3 is not possible with 3 ranks.*use at least 1/3"
+    ):
+        reduced(lambda w: gl.WeightedMean(w, max_share=0.3), (1, 1, 1), gradients(3))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     ranks=st.integers(1, 9),
-    most=st.sampled_from([1 / n for n in range(1, 10)] + [0.1 + 0.2, 0.35, 1 / 3 + 1e-10, 1 / 7 - 1e-8]),
+    max_share=st.sampled_from([1 / n for n in range(1, 10)] + [0.1 + 0.2, 0.35, 1 / 3 + 1e-10, 1 / 7 - 1e-8]),
     data=st.data(),
 )
-def test_no_share_is_larger_than_it_may_be(ranks, most, data):
+def test_no_share_is_larger_than_it_may_be(ranks, max_share, data):
     weight = st.sampled_from([0.0, 1e-12, 1e-6, 1.0, 1.0, 3.0, 1e12]) | st.floats(1e-12, 1e12)
-    keeps_to_it([1.0, *(data.draw(weight) for _ in range(ranks - 1))], most)
+    keeps_to_it([1.0, *(data.draw(weight) for _ in range(ranks - 1))], max_share)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 9])
@@ -251,22 +253,22 @@ def test_nor_beside_a_rank_of_next_to_no_weight(ranks):
         keeps_to_it([10 ** chance.uniform(0, 9) for _ in range(ranks)] + [1e-12], 1 / ranks)
 
 
-def keeps_to_it(weights, most):
-    found = shares(weights, most)
+def keeps_to_it(weights, max_share):
+    found = shares(weights, max_share)
     assert sum(found) == pytest.approx(1)
     assert [share > 0 for share in found] == [weight > 0 for weight in weights]
     counted = sum(weight > 0 for weight in weights)
-    assert max(found) <= max(most, 1 / counted) * (1 + 1e-6)
+    assert max(found) <= max(max_share, 1 / counted) * (1 + 1e-6)
     ordered = sorted(zip(weights, found, strict=True))
     assert [share for _, share in ordered] == sorted(found)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("most", [1 / 3, 0.5, 1.0])
-def test_a_largest_share_at_any_number_of_ranks(world, most):
+@pytest.mark.parametrize("max_share", [1 / 3, 0.5, 1.0])
+def test_a_largest_share_at_any_number_of_ranks(world, max_share):
     """One rank alone has all of it; too few are told before the first step."""
-    strategies = [gl.WeightedMean(1e-12 if rank == 3 else 1.0, most=most) for rank in range(world)]
-    if world > 1 and most * world < 1 - 1e-9:
+    strategies = [gl.WeightedMean(1e-12 if rank == 3 else 1.0, max_share=max_share) for rank in range(world)]
+    if world > 1 and max_share * world < 1 - 1e-9:
         with pytest.raises(gl.InvalidValue, match=f"is not possible with {world} ranks"):
             gl.Simulation(strategies)
         return

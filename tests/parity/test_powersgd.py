@@ -103,7 +103,7 @@ def all_hooks(rank, world):
                 model(data(rank, step)).backward()
             lost.append(float((gradient(ddp) - gradient(dense)).norm() / gradient(dense).norm()))
         equal = replicas_equal([p.grad for p in ddp.parameters() if p.requires_grad])
-        wide = all(owed.dtype == torch.float32 for owed in state.error_dict.values())
+        wide = all(residual.dtype == torch.float32 for residual in state.error_dict.values())
         found[name] = (equal, lost, finite(state) and wide, state.compression_stats()[0])
     return found
 

@@ -77,7 +77,7 @@ def awkward_parameters(rank):
     state = soon()
     ddp = hooked(state, compat.powerSGD_hook)
     stepping(ddp, rank, range(3))
-    shapes = {tuple(owed.shape) for owed in state.error_dict.values()}
+    shapes = {tuple(residual.shape) for residual in state.error_dict.values()}
     return outcomes, shapes >= {(), (2, 3, 24), (24, 24)}
 
 

@@ -101,7 +101,9 @@ def who_may_load(rank, folder):
         kept = other.strategy.inner.memory.state_dict()
         assert set(kept) == set(memory)
         assert all(torch.equal(kept[name], memory[name]) for name in memory)
-        assert not other.strategy.memory.state_dict()  # momentum is no debt, although it has the same place
+        assert (
+            not other.strategy.memory.state_dict()
+        )  # momentum is no residual, although it has the same place
         assert other.step == 3
         assert not [text for text in heard if "left out" in text]
 
@@ -295,7 +297,7 @@ def test_state_of_ones_own_and_another_world(tmp_path):
     for told, seen, memories, step in run_ranks(counting, 3, str(tmp_path), True):
         assert "Counting.own (Own) does not say what becomes of it with 3 ranks instead of 2" in told
         assert (seen, step) == (0, 2)
-        assert memories in (0, 12)  # rank 2 begins without a debt
+        assert memories in (0, 12)  # rank 2 begins without a residual
     assert run_ranks(in_two_steps, 2, str(tmp_path / "apart")) == [True, True]
 
 

@@ -89,7 +89,7 @@ def too_few(rank):
     for strategy in (
         "Combined(Krum(1))",
         "After(9, Sharded(Raw(), TrimmedMean(1)))",
-        "WeightedMean(1.0, most=0.1)",
+        "WeightedMean(1.0, max_share=0.1)",
     ):
         ddp = DistributedDataParallel(nn.Linear(3, 1))
         for call in (gl.attach, gl.Reducer):
@@ -110,4 +110,4 @@ def test_too_few_ranks_are_told_at_attach_and_swap():
     assert [text.split(":")[0] for text in answers[0]] == ["attach", "reduce_gradients", "swap"] * 3
     assert all("Krum f=1 needs 5 ranks, and there are 2" in text for text in answers[0][:3])
     assert all("trim=1 leaves nothing of 2 ranks" in text for text in answers[0][3:6])
-    assert all("most=0.1 is not possible with 2 ranks" in text for text in answers[0][6:])
+    assert all("max_share=0.1 is not possible with 2 ranks" in text for text in answers[0][6:])

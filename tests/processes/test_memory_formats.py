@@ -172,7 +172,7 @@ def trained(rank, names, form, folder, first, last):
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_run_goes_on_in_the_other_format(tmp_path, world):
-    """Bit for bit: what is owed, and every factor, belongs to the same elements."""
+    """Bit for bit: the residual, and every factor, belongs to the same elements."""
     whole = {}
     for form in FORMATS:
         (tmp_path / form).mkdir()

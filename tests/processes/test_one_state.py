@@ -106,7 +106,7 @@ def again(rank, folder):
     told["again"] = refusal(gl.attach, fresh, strategy, timeout=20)
     told["a copy"] = refusal(gl.attach, fresh, copy.deepcopy(strategy), timeout=20)
     told["a reducer"] = refusal(gl.Reducer, critic(), strategy, timeout=20)
-    # The same model goes on with what it is owed, in another wrapper too.
+    # The same model goes on with what it is residual, in another wrapper too.
     with gl.attach(DistributedDataParallel(nn.Sequential(*model)), strategy, timeout=20):
         assert torch.equal(strategy.state_dict()["memory"]["0.weight"], kept["0.weight"])
     # On purpose: by the new attachment, from a checkpoint, or into the strategy beforehand.
@@ -146,7 +146,7 @@ def test_a_strategy_used_again_is_refused_for_another_model(tmp_path):
 
 def spent(rank):
     """A budget is about the data: it goes on, whatever model, and nothing begins it anew."""
-    private = gl.Private(gl.Mean(), clip=1.0, noise=1.0)
+    private = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0)
     counts, told = [], []
     for seed in range(2):
         ddp = DistributedDataParallel(critic(seed))
@@ -154,12 +154,12 @@ def spent(rank):
             stepped(ddp, rank)
             counts.append(sum(private.spent.runs().values()))
             told.append(refusal(gl.attach, DistributedDataParallel(critic(5)), private, timeout=20))
-            attachment.swap(gl.Private(gl.Mean(), clip=2.0, noise=1.0))
+            attachment.swap(gl.Private(gl.Mean(), clip=2.0, noise_multiplier=1.0))
             stepped(ddp, rank, 1)
             counts.append(sum(attachment.strategy.spent.runs().values()))
             attachment.swap(private)
             counts.append(sum(private.spent.runs().values()))
-    lowrank = gl.Private(gl.PowerSGD(1), clip=1.0, noise=1.0)
+    lowrank = gl.Private(gl.PowerSGD(1), clip=1.0, noise_multiplier=1.0)
     ddp = DistributedDataParallel(critic())
     with gl.attach(ddp, lowrank, timeout=20):
         stepped(ddp, rank)
@@ -176,32 +176,34 @@ def test_a_budget_is_never_begun_anew():
 
 
 def swaps(rank):
-    """What is owed goes over to a strategy that can owe it, once; what cannot is told."""
+    """The residual goes over to a strategy that can owe it, once; what cannot is told."""
     ddp = DistributedDataParallel(critic())
     lines, found = [], {}
     gl.session.log.warning = lambda text, *values: lines.append(text % values)
     with gl.attach(ddp, FEEDBACK, timeout=20) as attachment:
         stepped(ddp, rank)
         first = attachment.strategy
-        owed = first.state_dict()["memory"]
+        residual = first.state_dict()["memory"]
         attachment.swap("After(1, ErrorFeedback(Sharded(Int4(block=32))))")
         now = attachment.strategy.then.state_dict()["memory"]
         found["moved"] = (
-            all(torch.equal(now[name], owed[name]) for name in owed) and now.keys() == owed.keys()
+            all(torch.equal(now[name], residual[name]) for name in residual) and now.keys() == residual.keys()
         )
         found["gone"] = first.state_dict() == {} and lines == []
         attachment.swap(first)
-        found["back"] = torch.equal(first.state_dict()["memory"]["0.weight"], owed["0.weight"])
+        found["back"] = torch.equal(first.state_dict()["memory"]["0.weight"], residual["0.weight"])
         attachment.swap("ErrorFeedback(Gathered(TopK(0.1)), dtype=bfloat16)")
         narrow = attachment.strategy.state_dict()["memory"]["0.weight"]
-        found["narrow"] = narrow.dtype == torch.bfloat16 and torch.equal(narrow, owed["0.weight"].bfloat16())
+        found["narrow"] = narrow.dtype == torch.bfloat16 and torch.equal(
+            narrow, residual["0.weight"].bfloat16()
+        )
         stepped(ddp, rank, 1)
         found["silent"] = lines == []
         attachment.swap("Mean()")
     return found, lines
 
 
-def test_what_is_owed_goes_over_in_a_swap():
+def test_the_residual_goes_over_in_a_swap():
     for found, lines in run_ranks(swaps, 3):
         assert found == dict.fromkeys(found, True)
         assert lines == ["swap: dropped ErrorFeedback.memory: the new strategy has no place for it"]

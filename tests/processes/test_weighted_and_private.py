@@ -16,7 +16,7 @@ MICRO_BATCHES = [[3, 8], [5], [0, 1, 16]]  # tokens, by rank
 WAYS = {
     "one message": lambda tokens: gl.WeightedMean(tokens),
     "sharded": lambda tokens: gl.WeightedMean(tokens, gl.Sharded(gl.Raw())),
-    "a largest share": lambda tokens: gl.WeightedMean(tokens, most=1.0),
+    "a largest share": lambda tokens: gl.WeightedMean(tokens, max_share=1.0),
 }
 
 
@@ -80,7 +80,7 @@ def one_bad_weight(rank):
     """A rank that says nonsense raises; the others learn who; the next step runs."""
     answers = [math.nan if rank == 1 else 2.0, 1.0 + rank]
     model = DistributedDataParallel(build())
-    with gl.attach(model, gl.WeightedMean(lambda bucket: answers[bucket.step], most=0.5), timeout=20):
+    with gl.attach(model, gl.WeightedMean(lambda bucket: answers[bucket.step], max_share=0.5), timeout=20):
         with pytest.raises(gl.InvalidValue if rank == 1 else gl.PeerFailed) as caught:
             model(data(rank, 0)).backward()
         model.zero_grad()
@@ -110,7 +110,7 @@ def test_all_zero_weights_are_refused_on_all_ranks_whatever_carries_them():
 def joined_weighs_nothing(rank, divide):
     """Rank 0 joins after a step: then the others' gradients are the whole, whatever a mean divides by."""
     model = DistributedDataParallel(build())
-    strategy = gl.WeightedMean(2.0 + rank, gl.Sharded(gl.Raw()), most=0.9)
+    strategy = gl.WeightedMean(2.0 + rank, gl.Sharded(gl.Raw()), max_share=0.9)
     with gl.attach(model, strategy, timeout=20), model.join(divide_by_initial_world_size=divide):
         for step in range(1 if rank == 0 else 2):
             model.zero_grad()
@@ -167,7 +167,7 @@ def test_the_noise_of_a_mean_on_gloo(world):
 
 
 def resumed_ledger(rank):
-    strategy = gl.Private(gl.Mean(), clip=1.0, noise=1.5, sampling=0.9)
+    strategy = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.5, sample_rate=0.9)
     model = DistributedDataParallel(build(), bucket_cap_mb=0.004)
     with gl.attach(model, strategy, timeout=20) as attachment:
         for step in range(3):
@@ -175,7 +175,7 @@ def resumed_ledger(rank):
         state = attachment.state_dict()
         metrics = attachment.metrics()
     again = DistributedDataParallel(build(), bucket_cap_mb=0.004)
-    with gl.attach(again, "Private(Mean(), 1.0, 1.5, sampling=0.9)", timeout=20) as attachment:
+    with gl.attach(again, "Private(Mean(), 1.0, 1.5, sample_rate=0.9)", timeout=20) as attachment:
         attachment.load_state_dict(state)
         before = attachment.strategy.epsilon(1e-5)
         again(data(rank, 3)).backward()
@@ -210,9 +210,9 @@ def spends(rank, folder):
         steps(1)
         attachment.load_state_dict(state)
         found.append(steps(1))
-        attachment.swap("Private(Mean(), clip=1.0, noise=1.0)")
+        attachment.swap("Private(Mean(), clip=1.0, noise_multiplier=1.0)")
         found.append(steps(1))
-        attachment.swap("Private(Mean(), clip=1.0, noise=2.0)")
+        attachment.swap("Private(Mean(), clip=1.0, noise_multiplier=2.0)")
         found.append(steps(1))
         attachment.swap(first)
         found.append(steps(1))

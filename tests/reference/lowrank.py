@@ -10,10 +10,10 @@ import numpy as np
 f32, f64 = np.float32, np.float64
 
 
-def total(g, owed):
-    """m = g + owed, rounded to fp32 as every version does."""
+def total(g, residual):
+    """m = g + residual, rounded to fp32 as every version does."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return g if owed is None else g + owed
+        return g if residual is None else g + residual
 
 
 def project_rows(m, q):

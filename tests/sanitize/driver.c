@@ -22,39 +22,39 @@ static float *numbers(int64_t n, int kind, Keys keys) {
 static void blocks(int level, int threads, int form, int flags, int64_t n, int64_t block, int kind) {
     static const int bits[] = {8, 4, 2, 1, 8, 8, 8};
     const int64_t count = (n + block - 1) / block, coded = flags & ROTATE ? count * block : n;
-    float *x = numbers(n, kind, (Keys){1, 2}), *owed = numbers(n, kind, (Keys){3, 4});
+    float *x = numbers(n, kind, (Keys){1, 2}), *residual = numbers(n, kind, (Keys){3, 4});
     float *out = exactly(n * 4), *left = exactly(n * 4);
     uint8_t *codes = exactly((coded * bits[form] + 7) / 8);
     void *side = exactly(form == NATURAL ? (n + 7) / 8 : (form == SIGN ? 2 : 4) * count);
     gradlane_encode_blocks(level, threads, form, flags, x, NULL, NULL, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 0);
-    gradlane_encode_blocks(level, threads, form, flags, x, owed, left, n, block, 5, 6, codes, side);
-    gradlane_encode_blocks(level, threads, form, flags, x, owed, owed, n, block, 5, 6, codes, side);
+    gradlane_encode_blocks(level, threads, form, flags, x, residual, left, n, block, 5, 6, codes, side);
+    gradlane_encode_blocks(level, threads, form, flags, x, residual, residual, n, block, 5, 6, codes, side);
     gradlane_decode_blocks(level, threads, form, flags, codes, side, n, block, 5, 6, out, 1);
     const uint8_t *const all_codes[] = {codes, codes, codes};
     void *const sides[] = {side, side, side};
     const uint32_t keys[] = {5, 6, 5, 6, 5, 6};
     if (n) gradlane_decode_many(level, threads, form, flags, 3, all_codes, sides, keys, n, block, out, 0.25f);
-    free(x), free(owed), free(left), free(out), free(codes), free(side);
+    free(x), free(residual), free(left), free(out), free(codes), free(side);
 }
 
 static void topk(int level, int threads, int64_t n, int64_t k, int narrow, int kind) {
-    float *x = numbers(n, kind, (Keys){7, 8}), *owed = numbers(n, kind, (Keys){9, 10});
+    float *x = numbers(n, kind, (Keys){7, 8}), *residual = numbers(n, kind, (Keys){9, 10});
     float *left = exactly(n * 4);
     void *values = exactly(k * (narrow ? 2 : 4));
     uint16_t *indices = exactly(k * 2);
     int32_t *counts = exactly((n + 65535) / 65536 * 4);
-    uint32_t exact = (uint32_t)gradlane_topk_exact(x, owed, n, k);
+    uint32_t exact = (uint32_t)gradlane_topk_exact(x, residual, n, k);
     uint32_t sampled = (uint32_t)gradlane_topk_sampled(x, NULL, n, n / 7, n / 5 + 1, 1);
     gradlane_topk_select(level, threads, x, NULL, NULL, n, sampled, n / 3, k, values, narrow, indices, counts);
     gradlane_topk_scatter(values, narrow, indices, counts, k, n, x, 0.25f);
-    gradlane_topk_select(level, threads, x, owed, left, n, exact, n - 1, k, values, narrow, indices, counts);
-    gradlane_topk_select(level, threads, x, owed, owed, n, exact, n - 1, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, x, residual, left, n, exact, n - 1, k, values, narrow, indices, counts);
+    gradlane_topk_select(level, threads, x, residual, residual, n, exact, n - 1, k, values, narrow, indices, counts);
     gradlane_topk_select(level, threads, left, NULL, left, n, 1, 0, k, values, narrow, indices, counts);
     for (int64_t i = 0; i < k; i++) indices[i] = 0xFFFF; /* a damaged payload */
     for (int64_t i = 0; i < (n + 65535) / 65536; i++) counts[i] = i % 2 ? INT32_MAX : -1;
-    gradlane_topk_scatter(values, narrow, indices, counts, k, n, owed, 1.0f);
-    free(x), free(owed), free(left), free(values), free(indices), free(counts);
+    gradlane_topk_scatter(values, narrow, indices, counts, k, n, residual, 1.0f);
+    free(x), free(residual), free(left), free(values), free(indices), free(counts);
 }
 
 static void randomk(int64_t n, int64_t run, int64_t units, int kind) {
@@ -81,26 +81,26 @@ static void rules(int level, int threads, int rows, int64_t n, int kind) {
 }
 
 static void lowrank(int level, int threads, int64_t a, int64_t b, int64_t r, int kind) {
-    float *g = numbers(a * b, kind, (Keys){1, 5}), *owed = numbers(a * b, kind, (Keys){2, 5});
+    float *g = numbers(a * b, kind, (Keys){1, 5}), *residual = numbers(a * b, kind, (Keys){2, 5});
     float *p = numbers(r * a, kind, (Keys){3, 5}), *q = numbers(r * b, kind, (Keys){4, 5});
     if (r <= a) gradlane_orthonormalise(level, p, r, a);
-    float *apart = exactly(a * b * 4), *const lefts[] = {NULL, owed, apart};
+    float *apart = exactly(a * b * 4), *const lefts[] = {NULL, residual, apart};
     gradlane_project_rows(level, threads, g, NULL, q, a, b, r, NULL, 0, p);
     gradlane_project_columns(level, threads, g, NULL, p, a, b, r, NULL, 0, q);
     for (int i = 0; i < 3; i++) {
-        gradlane_project_rows(level, threads, g, owed, q, a, b, r, lefts[i], 0, p);
-        gradlane_project_columns(level, threads, g, owed, p, a, b, r, lefts[i], 0, q);
+        gradlane_project_rows(level, threads, g, residual, q, a, b, r, lefts[i], 0, p);
+        gradlane_project_columns(level, threads, g, residual, p, a, b, r, lefts[i], 0, q);
     }
-    gradlane_project_rows(level, threads, g, owed, q, a, b, r, NULL, 1, p);
-    gradlane_project_columns(level, threads, g, owed, p, a, b, r, apart, 1, q);
+    gradlane_project_rows(level, threads, g, residual, q, a, b, r, NULL, 1, p);
+    gradlane_project_columns(level, threads, g, residual, p, a, b, r, apart, 1, q);
     uint16_t *narrow = exactly(a * b * 2), *narrow_apart = exactly(a * b * 2);
-    for (int64_t i = 0; i < a * b; i++) narrow[i] = (uint16_t)(bits_of(owed[i]) >> 16);
-    gradlane_add_debt(level, threads, g, narrow, a * b);
-    gradlane_leave_debt(level, threads, g, p, q, a, b, r, narrow, narrow_apart);
-    gradlane_leave_debt(level, threads, g, p, q, a, b, r, narrow, narrow);
+    for (int64_t i = 0; i < a * b; i++) narrow[i] = (uint16_t)(bits_of(residual[i]) >> 16);
+    gradlane_add_residual(level, threads, g, narrow, a * b);
+    gradlane_subtract_product(level, threads, g, p, q, a, b, r, narrow, narrow_apart);
+    gradlane_subtract_product(level, threads, g, p, q, a, b, r, narrow, narrow);
     free(narrow), free(narrow_apart);
     gradlane_expand(level, threads, p, q, a, b, r, g);
-    free(g), free(owed), free(apart), free(p), free(q);
+    free(g), free(residual), free(apart), free(p), free(q);
 }
 
 static void finite(int level, int threads, int64_t n, int kind) {

@@ -98,14 +98,16 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "weighted bf16": lambda: gl.Cast(gl.WeightedMean(weight_of_rank), torch.bfloat16),
     "weighted fp16": lambda: gl.Cast(gl.WeightedMean(weight_of_rank), torch.float16),
     "weighted int8": lambda: gl.WeightedMean(weight_of_rank, gl.Sharded(gl.Int8(block=32))),
-    "weighted with a largest share": lambda: gl.WeightedMean(weight_of_rank, most=1.0),
+    "weighted with a largest share": lambda: gl.WeightedMean(weight_of_rank, max_share=1.0),
     "weighted feedback": lambda: gl.WeightedMean(
-        weight_of_rank, gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), most=1.0
+        weight_of_rank, gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), max_share=1.0
     ),
-    "private, no noise": lambda: gl.Private(gl.Mean(), clip=100.0, noise=0.0),
-    "private bf16, no noise": lambda: gl.Private(gl.Cast(gl.Mean(), torch.bfloat16), clip=100.0, noise=0.0),
+    "private, no noise": lambda: gl.Private(gl.Mean(), clip=100.0, noise_multiplier=0.0),
+    "private bf16, no noise": lambda: gl.Private(
+        gl.Cast(gl.Mean(), torch.bfloat16), clip=100.0, noise_multiplier=0.0
+    ),
     "private powersgd, no noise": lambda: gl.Private(
-        gl.PowerSGD(1, min_compression_rate=1), clip=100.0, noise=0.0
+        gl.PowerSGD(1, min_compression_rate=1), clip=100.0, noise_multiplier=0.0
     ),
     "after": lambda: gl.After(2, then=gl.Cast(gl.Mean(), torch.bfloat16)),
     "route": lambda: gl.Route(
@@ -158,8 +160,8 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
         gl.ErrorFeedback(gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))), beta=0.5
     ),
     "some by a rule": lambda: gl.Route({"*.bias": gl.Mean()}, otherwise=gl.Combined(gl.GeometricMedian())),
-    "ef21": lambda: gl.ErrorFeedback21(gl.Gathered(gl.TopK(0.2))),
-    "ef21 sharded": lambda: gl.ErrorFeedback21(gl.Sharded(gl.Int4(block=32))),
+    "ef21": lambda: gl.EF21(gl.Gathered(gl.TopK(0.2))),
+    "ef21 sharded": lambda: gl.EF21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),
     "powersgd": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1)),
     "powersgd, as torch owes": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1, owes="mean")),
@@ -179,12 +181,12 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "acpsgd, bf16 memory": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
     "raw bf16 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Raw("bfloat16"))),
-    "ef21 powersgd": lambda: gl.ErrorFeedback21(gl.PowerSGD(1, min_compression_rate=1)),
+    "ef21 powersgd": lambda: gl.EF21(gl.PowerSGD(1, min_compression_rate=1)),
 }
 """``Noop`` is not among them: it is the one strategy that leaves replicas different. ``Private`` has no noise
 here: with it no run is like another, and test_private.py has laws for that."""
 
-OWING = (
+WITH_FEEDBACK = (
     "int4 feedback",
     "int2 feedback bf16",
     "1-bit",

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: runs that save, runs that go on, and what is owed."""
+"""What tests of checkpoints share: runs that save, runs that go on, and the residual."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
 }
-NOT_DEBTS = ("ErrorFeedback21.own",)
+NOT_RESIDUALS = ("EF21.own",)
 
 
 @cache
@@ -63,23 +63,23 @@ def run(rank, names, folder, save_at, last, *, optimizer="sgd", resume=False, se
     return weights
 
 
-def owed_by(strategy):
-    """What one rank holds of the sum over ranks that is still owed, by parameter, in fp64."""
-    owed = {}
+def residual_of(strategy):
+    """What one rank holds of the sum over ranks that is still residual, by parameter, in fp64."""
+    residual = {}
 
     def add(name, tensor):
-        owed[name] = owed.get(name, 0) + tensor.double().flatten()
+        residual[name] = residual.get(name, 0) + tensor.double().flatten()
 
     for leaf in named_states(strategy):
-        if isinstance(leaf.state, Memory) and not leaf.state.shared and leaf.owner not in NOT_DEBTS:
+        if isinstance(leaf.state, Memory) and not leaf.state.shared and leaf.owner not in NOT_RESIDUALS:
             for name, tensor in leaf.state.state_dict().items():
                 add(f"{leaf.owner} {name}", tensor)
-    return owed
+    return residual
 
 
-def total(owed):
+def total(residual):
     """The sum over ranks."""
     return {
-        name: sum(own.get(name, 0) for own in owed)
-        for name in dict.fromkeys(name for own in owed for name in own)
+        name: sum(own.get(name, 0) for own in residual)
+        for name in dict.fromkeys(name for own in residual for name in own)
     }

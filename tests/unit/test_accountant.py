@@ -74,13 +74,16 @@ def test_the_ends():
     ("state", "message"),
     [
         ({}, "this one nothing"),
-        ({"noise": 1.0, "sampling": 0.5}, "this one noise, sampling"),
-        ({"noise": 2.0, "sampling": 0.5, "steps": 3}, "kept with noise=2.0, this Private has noise=1.0"),
-        ({"noise": 1.0, "sampling": 1.0, "steps": 3}, "kept with sampling=1.0"),
-        ({"noise": 1.0, "sampling": 0.5, "steps": -3}, "counts -3 steps"),
-        ({"noise": 1.0, "sampling": 0.5, "steps": 3.0}, "counts 3.0 steps"),
-        ({"noise": 1.0, "sampling": 0.5, "steps": True}, "counts True steps"),
-        ({"noise": math.nan, "sampling": 0.5, "steps": 3}, "kept with noise=nan"),
+        ({"noise_multiplier": 1.0, "sample_rate": 0.5}, "this one noise_multiplier, sample_rate"),
+        (
+            {"noise_multiplier": 2.0, "sample_rate": 0.5, "steps": 3},
+            "kept with noise_multiplier=2.0, this Private has noise_multiplier=1.0",
+        ),
+        ({"noise_multiplier": 1.0, "sample_rate": 1.0, "steps": 3}, "kept with sample_rate=1.0"),
+        ({"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": -3}, "counts -3 steps"),
+        ({"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 3.0}, "counts 3.0 steps"),
+        ({"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": True}, "counts True steps"),
+        ({"noise_multiplier": math.nan, "sample_rate": 0.5, "steps": 3}, "kept with noise_multiplier=nan"),
     ],
 )
 def test_a_ledger_of_another_mechanism_is_refused(state, message):
@@ -92,7 +95,7 @@ def test_a_ledger_of_another_mechanism_is_refused(state, message):
 
 
 def private(noise=1.0, *, steps=0):
-    found = gl.Private(gl.Mean(), clip=1.0, noise=noise)
+    found = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=noise)
     found.spent.steps = steps
     return found
 
@@ -146,5 +149,7 @@ def test_a_swap_to_what_is_not_private_is_told(caplog):
 def test_what_cannot_have_been_spent_earlier_is_refused(earlier):
     ledger = private(steps=7)
     with pytest.raises(gl.InvalidValue, match="the ledger"):
-        ledger.load_state_dict({"spent": {"noise": 1.0, "sampling": 1.0, "steps": 3, "earlier": earlier}})
+        ledger.load_state_dict(
+            {"spent": {"noise_multiplier": 1.0, "sample_rate": 1.0, "steps": 3, "earlier": earlier}}
+        )
     assert ledger.spent.runs() == {(1.0, 1.0): 7}

@@ -71,7 +71,7 @@ def step(strategies, scratches, number):
         "ErrorFeedback(Gathered(TopK(0.01)))",
         "ErrorFeedback(Summed(RandomK(0.01)))",
         "WeightedMean(2.0)",
-        "WeightedMean(2.0, ErrorFeedback(Sharded(Int8())), most=0.5)",
+        "WeightedMean(2.0, ErrorFeedback(Sharded(Int8())), max_share=0.5)",
         "Private(Mean(), 1.0, 1.0)",
         "Combined(Median())",
         "Combined(TrimmedMean(0), Int8())",

@@ -90,7 +90,7 @@ def test_what_backward_raises_is_seen_where_it_was_called():
 
 def test_noise_is_added_to_what_one_process_learns_too():
     model = network()
-    private = gl.Private(gl.Mean(), clip=1.0, noise=1.0)
+    private = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0)
     with Alone(model, private) as alone:
         backward(model, 0)
         before = in_order_of_buckets(model)

@@ -25,17 +25,17 @@ def kernels(monkeypatch):
     return choose
 
 
-def everything(codec, x, owed, seed):
+def everything(codec, x, residual, seed):
     """All that a codec computes from one input, as bytes to compare; NaN is NaN, whatever its bits."""
     payload = codec.encode(x, seed)
     out = codec.decode(payload, torch.full_like(x, 3.0), seed)
-    added = owed.clone()
+    added = residual.clone()
     codec.add_decoded(payload, added, seed)
-    left = owed.clone()
-    again = codec.encode_owed(x, left, seed)
-    before, apart = owed.clone(), torch.full((len(owed) + seed % 3,), torch.nan)[seed % 3 :]
-    elsewhere = codec.encode_owed(x, before, seed, left=apart)
-    assert torch.equal(as_bytes(before), as_bytes(owed))
+    left = residual.clone()
+    again = codec.encode_with_feedback(x, left, seed)
+    before, apart = residual.clone(), torch.full((len(residual) + seed % 3,), torch.nan)[seed % 3 :]
+    elsewhere = codec.encode_with_feedback(x, before, seed, residual_out=apart)
+    assert torch.equal(as_bytes(before), as_bytes(residual))
     assert torch.equal(as_bytes(apart), as_bytes(left))
     assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(again, elsewhere, strict=True))
     both = codec.decode_sum([payload, again], torch.full_like(x, 3.0), [seed, seed], 1 / 3)
@@ -51,12 +51,14 @@ def as_bytes(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor
 
 
-def agree(choose, levels, codec, x, owed, seed=5):
+def agree(choose, levels, codec, x, residual, seed=5):
     choose("torch")
-    plain = everything(codec, x, owed, seed)
+    plain = everything(codec, x, residual, seed)
     for level in levels:
         choose(level)
-        if not all(torch.equal(a, b) for a, b in zip(plain, everything(codec, x, owed, seed), strict=True)):
+        if not all(
+            torch.equal(a, b) for a, b in zip(plain, everything(codec, x, residual, seed), strict=True)
+        ):
             return False
     return True
 
@@ -84,9 +86,9 @@ def test_large_with_any_number_of_threads(kernels, monkeypatch, name, threads):
 
 @everyone
 def test_views_at_any_offset(kernels, name):
-    x, owed = gaussian(5000), gaussian(5000, 1)
+    x, residual = gaussian(5000), gaussian(5000, 1)
     for offset in range(1, 8):
-        assert agree(kernels, LEVELS, CODECS[name], x[offset:], owed[offset:5000], seed=offset)
+        assert agree(kernels, LEVELS, CODECS[name], x[offset:], residual[offset:5000], seed=offset)
 
 
 def odd_inputs():
@@ -249,8 +251,9 @@ def test_the_choice_of_kernels(monkeypatch):
         (lambda: gl.Int8().encode(torch.zeros(2, 2), 0), "takes flat tensors"),
         (lambda: gl.Int8().encode(torch.zeros(9), 0, out=(torch.zeros(9),)), "make it with layout"),
         (lambda: gl.Raw().decode((torch.zeros(9),), torch.zeros(10)), "make it with layout"),
-        (lambda: gl.Int8().encode_owed(torch.zeros(9), torch.zeros(9).half(), 0), "float32, bfloat16 or"),
-        (lambda: gl.Int8().encode_owed(torch.zeros(9), torch.zeros(8), 0), "like the"),
+        (lambda: gl.Int8().encode_with_feedback(torch.zeros(9), torch.zeros(9).half(), 0),
+         "float32, bfloat16 or"),
+        (lambda: gl.Int8().encode_with_feedback(torch.zeros(9), torch.zeros(8), 0), "like the"),
     ],
 )  # fmt: skip
 def test_refusals(make, message):

@@ -46,54 +46,57 @@ def close(found, wanted, weight, terms):
     assert (np.abs(found.numpy().astype(np.float64) - wanted) <= room).all()
 
 
-def check_elsewhere(act, g, owed, given, factor, left):
-    """What is left goes where it shall, with the same bits, and what was owed is not touched."""
-    before, whole = owed.clone(), torch.full((owed.numel() + 40,), torch.nan)
+def check_elsewhere(act, g, residual, given, factor, left):
+    """What is left goes where it shall, with the same bits, and the old residual is not touched."""
+    before, whole = residual.clone(), torch.full((residual.numel() + 40,), torch.nan)
     for offset in (0, 5):
-        apart, again = whole[offset : offset + owed.numel()].view_as(owed), torch.full_like(factor, 3.0)
-        act(g, owed, given, again, settle=True, left=apart)
+        apart, again = (
+            whole[offset : offset + residual.numel()].view_as(residual),
+            torch.full_like(factor, 3.0),
+        )
+        act(g, residual, given, again, subtract=True, residual_out=apart)
         assert same_bits(again, factor)
-        assert torch.equal(owed.view(torch.int32), before.view(torch.int32))
+        assert torch.equal(residual.view(torch.int32), before.view(torch.int32))
         assert torch.equal(apart.view(torch.int32), left.view(torch.int32))
 
 
-def check_sum_kept(g, owed, p, q):
+def check_sum_kept(g, residual, p, q):
     """A first pass may leave m in g; the second, which finds it there, settles to the same bits."""
     sums, rows, again, once = g.clone(), torch.empty_like(p), torch.empty_like(q), torch.empty_like(q)
-    products.project_rows(sums, owed, q, rows, keep_sum=True)
-    assert same_bits(sums, g + owed)
-    expected, left = owed.clone(), torch.full_like(owed, torch.nan)
-    products.project_columns(g, expected, p, once, settle=True)
-    products.project_columns(sums, owed, p, again, settle=True, left=left, summed=True)
+    products.project_rows(sums, residual, q, rows, keep_sum=True)
+    assert same_bits(sums, g + residual)
+    expected, left = residual.clone(), torch.full_like(residual, torch.nan)
+    products.project_columns(g, expected, p, once, subtract=True)
+    products.project_columns(sums, residual, p, again, subtract=True, residual_out=left, summed=True)
     assert same_bits(again, once)
     assert same_bits(left, expected)
     close(rows, reference.project_rows(sums.numpy(), q.numpy()),
           reference.project_rows(np.abs(sums.numpy()), np.abs(q.numpy())), g.shape[1])  # fmt: skip
 
 
-def check_products(g, owed, p, q, settle):
-    """Both projections equal the reference, and settle what is owed or leave it."""
-    m = reference.total(g.numpy(), None if owed is None else owed.numpy())
-    size = np.abs(g.numpy()) + (0 if owed is None else np.abs(owed.numpy()))
+def check_products(g, residual, p, q, subtract):
+    """Both projections equal the reference, and settle the residual or leave it."""
+    m = reference.total(g.numpy(), None if residual is None else residual.numpy())
+    size = np.abs(g.numpy()) + (0 if residual is None else np.abs(residual.numpy()))
     for act, into, sum_of, terms in (
         (products.project_rows, torch.full_like(p, 3.0), reference.project_rows, g.shape[1]),
         (products.project_columns, torch.full_like(q, 3.0), reference.project_columns, g.shape[0]),
     ):
         given = q if act is products.project_rows else p
-        left = None if owed is None else owed.clone()
+        left = None if residual is None else residual.clone()
         before = g.clone()
-        act(g, left, given, into, settle=settle)
+        act(g, left, given, into, subtract=subtract)
         assert torch.equal(g, before)
-        if settle:
-            check_elsewhere(act, g, owed, given, into, left)
+        if subtract:
+            check_elsewhere(act, g, residual, given, into, left)
         close(into, sum_of(m, given.numpy()), sum_of(size, np.abs(given.numpy())), terms)
         factors = (into, q) if act is products.project_rows else (p, into)
-        if settle:
+        if subtract:
             wanted = reference.left(m, *(factor.numpy() for factor in factors))
             weight = size - reference.left(size * 0, *(np.abs(factor.numpy()) for factor in factors))
             close(left, wanted, weight, len(p))
-        elif owed is not None:
-            assert torch.equal(left, owed)
+        elif residual is not None:
+            assert torch.equal(left, residual)
 
 
 @every_choice
@@ -102,12 +105,12 @@ def test_products_of_any_size(monkeypatch, choice, scale):
     monkeypatch.setenv(native.VARIABLE, choice)
     generator = np.random.default_rng(1)
     for a, b, r in sizes(generator, 60 if scale == 1.0 else 20):
-        g, owed = (matrix(generator, a, b, scale=scale) for _ in range(2))
+        g, residual = (matrix(generator, a, b, scale=scale) for _ in range(2))
         p, q = matrix(generator, r, a), matrix(generator, r, b)
-        check_products(g, None, p, q, settle=False)
-        check_products(g, owed, p, q, settle=False)
-        check_products(g, owed, p, q, settle=True)
-        check_sum_kept(g, owed, p, q)
+        check_products(g, None, p, q, subtract=False)
+        check_products(g, residual, p, q, subtract=False)
+        check_products(g, residual, p, q, subtract=True)
+        check_sum_kept(g, residual, p, q)
 
 
 @every_choice
@@ -116,53 +119,53 @@ def test_products_of_any_size(monkeypatch, choice, scale):
 def test_products_of_long_and_tall(monkeypatch, choice, shape, rank):
     monkeypatch.setenv(native.VARIABLE, choice)
     generator = np.random.default_rng(2)
-    g, owed = (matrix(generator, *shape) for _ in range(2))
+    g, residual = (matrix(generator, *shape) for _ in range(2))
     p, q = matrix(generator, rank, shape[0]), matrix(generator, rank, shape[1])
-    check_products(g, owed, p, q, settle=True)
-    check_sum_kept(g, owed, p, q)
+    check_products(g, residual, p, q, subtract=True)
+    check_sum_kept(g, residual, p, q)
 
 
 @every_choice
-def test_what_is_not_finite_never_reaches_owed(monkeypatch, choice):
-    """A broken element costs p one column and leaves the row of owed; for q, the column."""
+def test_what_is_not_finite_never_reaches_the_residual(monkeypatch, choice):
+    """A broken element costs p one column and leaves the row of residual; for q, the column."""
     monkeypatch.setenv(native.VARIABLE, choice)
     generator = np.random.default_rng(3)
     for a, b, r in sizes(generator, 40):
-        g, owed = (matrix(generator, a, b) for _ in range(2))
+        g, residual = (matrix(generator, a, b) for _ in range(2))
         p, q = matrix(generator, r, a), matrix(generator, r, b)
         rows, columns = generator.integers(0, a, 3), generator.integers(0, b, 3)
         for i, j, value in zip(rows, columns, (np.nan, np.inf, -np.inf), strict=True):
             g[i, j] = value
         broken_rows, broken_columns = torch.zeros(a, dtype=bool), torch.zeros(b, dtype=bool)
         broken_rows[rows], broken_columns[columns] = True, True
-        left, into = owed.clone(), torch.empty_like(p)
-        products.project_rows(g, left, q, into, settle=True)
-        check_elsewhere(products.project_rows, g, owed, q, into, left)
+        left, into = residual.clone(), torch.empty_like(p)
+        products.project_rows(g, left, q, into, subtract=True)
+        check_elsewhere(products.project_rows, g, residual, q, into, left)
         assert torch.equal(into.isfinite().all(0), ~broken_rows)
-        assert torch.equal(left[broken_rows], owed[broken_rows])
-        assert not torch.equal(left, owed) or broken_rows.all()
+        assert torch.equal(left[broken_rows], residual[broken_rows])
+        assert not torch.equal(left, residual) or broken_rows.all()
         assert left.isfinite().all()
-        left, into = owed.clone(), torch.empty_like(q)
-        products.project_columns(g, left, p, into, settle=True)
-        check_elsewhere(products.project_columns, g, owed, p, into, left)
+        left, into = residual.clone(), torch.empty_like(q)
+        products.project_columns(g, left, p, into, subtract=True)
+        check_elsewhere(products.project_columns, g, residual, p, into, left)
         assert torch.equal(into.isfinite().all(0), ~broken_columns)
-        assert torch.equal(left[:, broken_columns], owed[:, broken_columns])
-        assert not torch.equal(left, owed) or broken_columns.all()
+        assert torch.equal(left[:, broken_columns], residual[:, broken_columns])
+        assert not torch.equal(left, residual) or broken_columns.all()
         assert left.isfinite().all()
 
 
 @every_choice
-def test_owed_stays_where_the_difference_is_too_large(monkeypatch, choice):
+def test_the_residual_stays_where_the_difference_is_too_large(monkeypatch, choice):
     monkeypatch.setenv(native.VARIABLE, choice)
-    g, owed = torch.full((4, 40), 3e38), torch.ones(4, 40)
+    g, residual = torch.full((4, 40), 3e38), torch.ones(4, 40)
     p, q = torch.zeros(2, 4), torch.zeros(2, 40)
     q[0, 0], q[0, 1] = 1.0, -1e-3  # p is finite, and p q is about -3e35 at one place
     g[:, 2:] = 1.0
-    owed[:, 1] = 3e38  # the sum is not finite, though q makes little of it
-    left = owed.clone()
-    products.project_rows(g, left, q, p, settle=True)
+    residual[:, 1] = 3e38  # the sum is not finite, though q makes little of it
+    left = residual.clone()
+    products.project_rows(g, left, q, p, subtract=True)
     assert left.isfinite().all()
-    assert torch.equal(left[:, 1], owed[:, 1])
+    assert torch.equal(left[:, 1], residual[:, 1])
 
 
 def like(tensor):
@@ -170,15 +173,15 @@ def like(tensor):
     return elsewhere(torch.full_like(tensor, torch.nan), tensor.data_ptr() % 64 // tensor.element_size())
 
 
-def everything(g, owed, p, q):
+def everything(g, residual, p, q):
     found = []
-    for settle in (False, True):
+    for subtract in (False, True):
         for act, given, into in ((products.project_rows, q, p), (products.project_columns, p, q)):
-            left, factor = like(owed).copy_(owed), like(into)
-            act(g, left, given, factor, settle=settle)
+            left, factor = like(residual).copy_(residual), like(into)
+            act(g, left, given, factor, subtract=subtract)
             found += [left, factor]
-        apart, again = like(owed), like(q)
-        products.project_columns(g, owed, p, again, settle=True, left=apart)
+        apart, again = like(residual), like(q)
+        products.project_columns(g, residual, p, again, subtract=True, residual_out=apart)
         found += [apart, again]
     out = like(g)
     products.expand(p, q, out)
@@ -211,14 +214,14 @@ def test_the_place_in_memory_does_not_change_a_bit(monkeypatch, choice, dtype):
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch, choice, shape):
     monkeypatch.setenv(native.VARIABLE, choice)
     generator = np.random.default_rng(4)
-    g, owed = (matrix(generator, *shape) for _ in range(2))
+    g, residual = (matrix(generator, *shape) for _ in range(2))
     p, q = (matrix(generator, 5, size) for size in shape)
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(
             torch, "get_num_threads", lambda threads=threads: threads
         )  # this process gets forked
-        found.append(everything(g, owed, p, q))
+        found.append(everything(g, residual, p, q))
     for other in found[1:]:
         assert all(same_bits(x, y) for x, y in zip(found[0], other, strict=True))
 
@@ -346,24 +349,24 @@ def test_orthonormalise_leaves_what_is_not_finite(monkeypatch, choice, value):
 
 
 def test_meta_tensors_pass_through():
-    g, owed, p, q = (torch.empty(shape, device="meta") for shape in ((5, 7), (5, 7), (2, 5), (2, 7)))
-    products.project_rows(g, owed, q, p, settle=True)
-    products.project_columns(g, owed, p, q, settle=True)
+    g, residual, p, q = (torch.empty(shape, device="meta") for shape in ((5, 7), (5, 7), (2, 5), (2, 7)))
+    products.project_rows(g, residual, q, p, subtract=True)
+    products.project_columns(g, residual, p, q, subtract=True)
     products.expand(p, q, g)
     assert products.orthonormalise(p) is True
 
 
 def test_what_does_not_fit_is_refused():
     g, p, q = torch.zeros(5, 7), torch.zeros(2, 5), torch.zeros(2, 7)
-    with pytest.raises(InvalidValue, match="pass owed"):
-        products.project_columns(g, None, p, q, settle=True)
-    with pytest.raises(InvalidValue, match="left is written with settle=True only"):
-        products.project_rows(g, g.clone(), q, p, left=g.clone())
-    with pytest.raises(InvalidValue, match=r"left is \(7, 5\)"):
-        products.project_rows(g, g.clone(), q, p, settle=True, left=torch.zeros(7, 5))
+    with pytest.raises(InvalidValue, match="pass residual"):
+        products.project_columns(g, None, p, q, subtract=True)
+    with pytest.raises(InvalidValue, match="residual_out is written with subtract=True only"):
+        products.project_rows(g, g.clone(), q, p, residual_out=g.clone())
+    with pytest.raises(InvalidValue, match=r"residual_out is \(7, 5\)"):
+        products.project_rows(g, g.clone(), q, p, subtract=True, residual_out=torch.zeros(7, 5))
     with pytest.raises(InvalidValue, match=r"\[r, 5\]"):
         products.project_rows(g, None, q, torch.zeros(3, 5))
-    with pytest.raises(InvalidValue, match="owed is"):
+    with pytest.raises(InvalidValue, match="residual is"):
         products.project_rows(g, g.t().contiguous(), q, p)
     with pytest.raises(InvalidValue, match="contiguous"):
         products.expand(p, q, torch.zeros(7, 5).t())

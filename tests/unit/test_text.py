@@ -23,9 +23,9 @@ PLAIN = [
 EXCHANGES = [
     "Gathered(Raw())",
     "ErrorFeedback(Sharded(Int4(block=32), aggregate=Clipped(2.0)))",
-    "WeightedMean(3.0, inner=Sharded(Int8()), most=0.5)",
+    "WeightedMean(3.0, inner=Sharded(Int8()), max_share=0.5)",
     "Private(Mean(), 1.0, 1.1)",
-    "Private(PowerSGD(rank=2), 0.5, 2.0, sampling=0.25)",
+    "Private(PowerSGD(rank=2), 0.5, 2.0, sample_rate=0.25)",
 ]
 
 
@@ -110,7 +110,7 @@ def test_parse_of_something_else():
 def test_description_holds_no_address_and_may_leave_out_what_is_per_rank():
     weighted = gl.Cast(gl.WeightedMean(lambda: 3.0), torch.bfloat16)
     assert "0x" not in gl.describe(weighted)
-    assert gl.describe(gl.WeightedMean(1.0), shared_only=True) == "WeightedMean(inner=Mean(), most=None)"
+    assert gl.describe(gl.WeightedMean(1.0), shared_only=True) == "WeightedMean(inner=Mean(), max_share=None)"
     assert gl.describe(gl.WeightedMean(1.0), short=True) == "WeightedMean(1.0)"
 
 

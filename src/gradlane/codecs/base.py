@@ -13,7 +13,7 @@ from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-OWED = (torch.float32, torch.bfloat16, torch.float64)
+RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
 
 
@@ -73,33 +73,43 @@ class Codec(ABC):
             self._check(payload, out)
         return _written(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
 
-    def encode_owed(
+    def encode_with_feedback(
         self,
         gradient: Tensor,
-        owed: Tensor,
+        residual: Tensor,
         seed: int,
         out: Payload | None = None,
-        left: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> Payload:
-        """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + owed, the payload is
-        that of p, and ``left`` becomes p less what the payload decodes to; where it is not given, that is
-        ``owed`` itself, which stays as it is otherwise, like ``gradient``. What is left is finite, whatever
-        the gradient: where p is not, it is what was owed, or begins at 0.
+        """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + residual, the payload is
+        that of p, and ``residual_out`` becomes p less what the payload decodes to; where it is not given,
+        that is
+        ``residual`` itself, which stays as it is otherwise, like ``gradient``. What is left is finite,
+        whatever
+        the gradient: where p is not, it is the old residual, or begins at 0.
         """
         payload = self._room(gradient, out)
-        left = owed if left is None else left
-        _check_debt(gradient, owed, left)
-        if _holds_numbers(gradient) and owed.dtype == torch.float64:  # what fp32 cannot hold is owed too
-            self._encode(_single(torch.add(owed, gradient, out=left)), seed, payload)
-            keep_finite(left.sub_(self.decode(payload, torch.empty_like(left), seed)))
+        residual_out = residual if residual_out is None else residual_out
+        _check_residual(gradient, residual, residual_out)
+        if (
+            _holds_numbers(gradient) and residual.dtype == torch.float64
+        ):  # what fp32 cannot hold is residual too
+            self._encode(_single(torch.add(residual, gradient, out=residual_out)), seed, payload)
+            keep_finite(residual_out.sub_(self.decode(payload, torch.empty_like(residual_out), seed)))
         elif _holds_numbers(gradient):
-            debt = owed if _is_single(owed) else _single(owed)
-            room = left if _is_single(left) else torch.empty_like(debt) if debt is owed else debt
-            self._encode_owed(_single(gradient), debt, room, seed, payload)
-            if room is not left:
-                left.copy_(room)
+            wide = residual if _is_single(residual) else _single(residual)
+            room = (
+                residual_out
+                if _is_single(residual_out)
+                else torch.empty_like(wide)
+                if wide is residual
+                else wide
+            )
+            self._encode_with_feedback(_single(gradient), wide, room, seed, payload)
+            if room is not residual_out:
+                residual_out.copy_(room)
             if not self.sound(payload):  # close to the largest number rounding may have passed it
-                keep_finite(left)
+                keep_finite(residual_out)
         return payload
 
     def sound(self, payload: Payload) -> bool:
@@ -128,12 +138,14 @@ class Codec(ABC):
         self._decode(payload, decoded, seed)
         into.add_(decoded)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
-        """``left`` may be ``owed``, and holds anything else before."""
-        self._encode(torch.add(owed, gradient, out=left), seed, payload)
-        decoded = torch.empty_like(left)
+    def _encode_with_feedback(
+        self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
+    ) -> None:
+        """``residual_out`` may be ``residual``, and holds anything else before."""
+        self._encode(torch.add(residual, gradient, out=residual_out), seed, payload)
+        decoded = torch.empty_like(residual_out)
         self._decode(payload, decoded, seed)
-        keep_finite(left.sub_(decoded))
+        keep_finite(residual_out.sub_(decoded))
 
     def _room(self, flat: Tensor, out: Payload | None) -> Payload:
         _checked(flat, type(self).__name__)
@@ -175,10 +187,10 @@ def _written(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
     return out
 
 
-def keep_finite(owed: Tensor) -> None:
+def keep_finite(residual: Tensor) -> None:
     """Begin again at 0 where it is not finite."""
-    if not all_finite(owed):
-        owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if not all_finite(residual):
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _checked(flat: Tensor, codec: str) -> None:
@@ -189,14 +201,24 @@ def _checked(flat: Tensor, codec: str) -> None:
         raise InvalidValue(f"{codec} takes flat tensors, got {_told(flat)}; pass flat.view(-1)")
 
 
-def _check_debt(gradient: Tensor, owed: Tensor, left: Tensor) -> None:
-    if owed.dtype not in OWED or owed.shape != gradient.shape or owed.device != gradient.device:
+def _check_residual(gradient: Tensor, residual: Tensor, residual_out: Tensor) -> None:
+    if (
+        residual.dtype not in RESIDUAL_DTYPES
+        or residual.shape != gradient.shape
+        or residual.device != gradient.device
+    ):
         raise InvalidValue(
-            f"owed is {_told(owed)}; it must be float32, bfloat16 or float64 and otherwise like the "
+            f"residual is {_told(residual)}; it must be float32, bfloat16 or float64 and otherwise like the "
             f"gradient, which is {_told(gradient)}"
         )
-    if left.dtype != owed.dtype or left.shape != owed.shape or left.device != owed.device:
-        raise InvalidValue(f"left is {_told(left)}; it must be like owed, which is {_told(owed)}")
+    if (
+        residual_out.dtype != residual.dtype
+        or residual_out.shape != residual.shape
+        or residual_out.device != residual.device
+    ):
+        raise InvalidValue(
+            f"residual_out is {_told(residual_out)}; it must be like residual, which is {_told(residual)}"
+        )
 
 
 def _holds_numbers(flat: Tensor) -> bool:

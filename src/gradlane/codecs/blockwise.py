@@ -76,17 +76,21 @@ class BlockCodec(Codec):
         for start, stop, rows in self._pieces(flat.numel(), flat.device):
             self._encode_piece(flat[start:stop], start, rows, keys, payload)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
+    def _encode_with_feedback(
+        self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
+    ) -> None:
         keys = keys_of(seed)
-        if library := native_for(owed):
-            library.encode_blocks(self.form, self.flags, gradient, owed, left, self.block, keys, *payload)
+        if library := native_for(residual):
+            library.encode_blocks(
+                self.form, self.flags, gradient, residual, residual_out, self.block, keys, *payload
+            )
             return
-        for start, stop, rows in self._pieces(owed.numel(), owed.device):
-            piece = owed[start:stop]
+        for start, stop, rows in self._pieces(residual.numel(), residual.device):
+            piece = residual[start:stop]
             sums = piece + gradient[start:stop]
             self._encode_piece(sums, start, rows, keys, payload)
             rest = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
-            left[start:stop] = torch.where(rest.isnan(), piece, rest)
+            residual_out[start:stop] = torch.where(rest.isnan(), piece, rest)
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
         keys = keys_of(seed)

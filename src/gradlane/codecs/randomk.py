@@ -75,10 +75,12 @@ class RandomK(Codec):
         for payload, seed in zip(payloads, seeds, strict=True):
             self._scatter(payload, out, seed, factor)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
-        self._encode(torch.add(owed, gradient, out=left), seed, payload)
-        self._scatter(payload, left, seed, -1.0)
-        keep_finite(left)
+    def _encode_with_feedback(
+        self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
+    ) -> None:
+        self._encode(torch.add(residual, gradient, out=residual_out), seed, payload)
+        self._scatter(payload, residual_out, seed, -1.0)
+        keep_finite(residual_out)
 
     def _scatter(self, payload: Payload, into: Tensor, seed: int, factor: float) -> None:
         if library := native_for(into):

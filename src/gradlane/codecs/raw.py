@@ -52,10 +52,12 @@ class Raw(Codec):
             for (values,) in payloads[1:]:
                 total.add_(values[start : start + size].float() * factor)  # rounded twice on every processor
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
+    def _encode_with_feedback(
+        self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
+    ) -> None:
         if self.value == "float32":
-            torch.add(gradient, owed, out=payload[0])
-            left.zero_()
+            torch.add(gradient, residual, out=payload[0])
+            residual_out.zero_()
         else:
-            payload[0].copy_(torch.add(gradient, owed, out=left))
-            left.sub_(payload[0])
+            payload[0].copy_(torch.add(gradient, residual, out=residual_out))
+            residual_out.sub_(payload[0])

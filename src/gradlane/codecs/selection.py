@@ -16,36 +16,37 @@ INFINITE = 0x7F80_0000
 class Search(Protocol):
     """Magnitudes are compared as the bits of their floats: these order NaN above Inf above all else."""
 
-    def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
-        """The bits of the rank-th largest magnitude (from 1) in a strided sample of flat + owed."""
+    def topk_sampled(self, flat: Tensor, residual: Tensor | None, offset: int, stride: int, rank: int) -> int:
+        """The bits of the rank-th largest magnitude (from 1) in a strided sample of flat + residual."""
 
-    def topk_exact(self, flat: Tensor, owed: Tensor | None, rank: int) -> int:
-        """The bits of the rank-th largest magnitude of flat + owed."""
+    def topk_exact(self, flat: Tensor, residual: Tensor | None, rank: int) -> int:
+        """The bits of the rank-th largest magnitude of flat + residual."""
 
     def topk_select(
-        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, threshold: int, start: int,
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, threshold: int, start: int,
         values: Tensor, indices: Tensor, counts: Tensor,
     ) -> int:  # fmt: skip
         """Take what reaches the threshold; return how much there was, taken or not.
 
-        With ``owed``, flat + owed is looked at, and ``left`` gets what is not taken of it. Without, ``left``
+        With ``residual``, flat + residual is looked at, and ``residual_out`` gets what is not taken of it.
+        Without, ``residual_out``
         is None, or flat itself, which loses what is taken.
         """
 
 
 class PlainSearch:
-    def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
+    def topk_sampled(self, flat: Tensor, residual: Tensor | None, offset: int, stride: int, rank: int) -> int:
         sample = flat[offset::stride]
-        return _ranked(sample if owed is None else sample + owed[offset::stride], rank)
+        return _ranked(sample if residual is None else sample + residual[offset::stride], rank)
 
-    def topk_exact(self, flat: Tensor, owed: Tensor | None, rank: int) -> int:
-        return _ranked(flat if owed is None else flat + owed, rank)
+    def topk_exact(self, flat: Tensor, residual: Tensor | None, rank: int) -> int:
+        return _ranked(flat if residual is None else flat + residual, rank)
 
     def topk_select(
-        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, threshold: int, start: int,
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, threshold: int, start: int,
         values: Tensor, indices: Tensor, counts: Tensor,
     ) -> int:  # fmt: skip
-        total = flat if owed is None else torch.add(owed, flat, out=left)
+        total = flat if residual is None else torch.add(residual, flat, out=residual_out)
         magnitudes = total.view(torch.int32) & NO_SIGN
         places = (magnitudes >= threshold).nonzero().view(-1)
         found, slots = places.numel(), values.numel()
@@ -61,8 +62,8 @@ class PlainSearch:
         values.zero_()[:kept] = rounded
         indices.zero_()[:kept] = (places & 0xFFFF).to(torch.int16)
         counts.copy_(torch.bincount(places >> 16, minlength=counts.numel()))
-        if left is not None:
-            left[places] = taken - rounded.to(torch.float32)
+        if residual_out is not None:
+            residual_out[places] = taken - rounded.to(torch.float32)
         if broken:
             values[0] = torch.nan
         return found

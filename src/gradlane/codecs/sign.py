@@ -18,12 +18,12 @@ from .rotation import ROTATE, rotated, rotated_back
 class Sign(BlockCodec):
     """The signs, times the mean magnitude of the block (Seide et al., 2014; Karimireddy et al., 2019).
 
-    The mean travels as bfloat16, rounded to even, and what is owed is what the rounded one leaves. The sign
+    The mean travels as bfloat16, rounded to even, and the residual is what the rounded one leaves. The sign
     of zero is +1. It needs error feedback. A block whose magnitudes add up to more than fp32 holds, or
     whose mean is more than bfloat16 holds, comes out as NaN.
 
     Of a block x of n elements ``1 - |x|_1^2 / (n |x|_2^2)`` is lost: a third if it is Gaussian, nearly all
-    if a few elements stand out, and what is owed then waits long. ``rotate=True`` makes every block like a
+    if a few elements stand out, and the new residual waits long. ``rotate=True`` makes every block like a
     Gaussian one before, by random signs and a Hadamard transform (Vargaftik et al., 2021, "DRIVE"); decode
     needs the seed of encode then.
     """

@@ -66,31 +66,37 @@ class TopK(Codec):
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         self._select(flat, None, None, seed, payload)
 
-    def _encode_owed(self, gradient: Tensor, owed: Tensor, left: Tensor, seed: int, payload: Payload) -> None:
-        self._select(gradient, owed, left, seed, payload)
+    def _encode_with_feedback(
+        self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
+    ) -> None:
+        self._select(gradient, residual, residual_out, seed, payload)
         if torch.isnan(payload[0][0]):  # how it tells that something was not finite
-            keep_finite(left)
+            keep_finite(residual_out)
 
     def _select(
-        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, seed: int, payload: Payload
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, seed: int, payload: Payload
     ) -> None:
         keys, numel, slots = keys_of(seed), flat.numel(), payload[0].numel()
         start = draw(0, keys) * numel >> 32
         search: Search = (numel < 2**32 and native_for(flat)) or PlainSearch()  # the kernels count in 32 bits
         if numel < EXACT_BELOW or slots == numel:
-            search.topk_select(flat, owed, left, search.topk_exact(flat, owed, slots), start, *payload)
+            search.topk_select(
+                flat, residual, residual_out, search.topk_exact(flat, residual, slots), start, *payload
+            )
             return
         stride = numel // SAMPLE or 1
         offset = draw(1, keys) * stride >> 32
         sample = -(-(numel - offset) // stride)
         rank = min(sample, max(1, round(AIM * slots * sample / numel)))
-        threshold = search.topk_sampled(flat, owed, offset, stride, rank)
-        found = search.topk_select(flat, owed, left, threshold, start, *payload)
+        threshold = search.topk_sampled(flat, residual, offset, stride, rank)
+        found = search.topk_select(flat, residual, residual_out, threshold, start, *payload)
         if found > 2 * slots or (2 * found < slots and threshold > 1):
-            if left is not None:  # it is the sum by now, but for what was taken
-                self._add_decoded(payload, left, seed)
-                flat = left
-            search.topk_select(flat, None, left, search.topk_exact(flat, None, slots), start, *payload)
+            if residual_out is not None:  # it is the sum by now, but for what was taken
+                self._add_decoded(payload, residual_out, seed)
+                flat = residual_out
+            search.topk_select(
+                flat, None, residual_out, search.topk_exact(flat, None, slots), start, *payload
+            )
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
         self._add_decoded(payload, out.zero_(), seed)

@@ -43,7 +43,7 @@ class ParameterNames:
         this is another model."""
         if self._met and not any(parameter in self._names for parameter in parameters):
             raise WrongState(
-                "this PowerSGDState is in use with another model, and what is owed and counted of the one is "
+                "this PowerSGDState is in use with another model, and the residual and counted of the one is "
                 "not the other's; make a PowerSGDState for each DDP model"
             )
 

@@ -36,11 +36,12 @@ class Bucket:
     """This rank ran out of data (``DDP.join``): it takes part, with a gradient of zeros."""
     feedback: bool = False
     """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
-    owed: Tensor | None = None
-    """What this rank still owes of earlier steps, flat like the gradient. Only a strategy that ``settles``
-    gets it: it adds it to the gradient and leaves in ``owed_after`` what is owed then."""
-    left: Tensor | None = None
-    """Where the new debt goes; ``owed`` itself where None. It holds anything before, and ``owed`` is not
+    residual: Tensor | None = None
+    """The residual of this rank, flat like the gradient. Only a strategy that ``fuses_feedback``
+    gets it: it adds it to the gradient and leaves in ``residual_after`` the new residual."""
+    residual_out: Tensor | None = None
+    """Where the new residual goes; ``residual`` itself where None. It holds anything before, and
+    ``residual`` is not
     changed then."""
     wire: torch.dtype | None = None
     """A ``Cast`` outside sends floating-point payloads in this width."""
@@ -54,9 +55,9 @@ class Bucket:
             object.__setattr__(self, "layout", Layout(self.layout))
 
     @property
-    def owed_after(self) -> Tensor | None:
-        """What takes the new debt: ``left``, or ``owed`` itself."""
-        return self.owed if self.left is None else self.left
+    def residual_after(self) -> Tensor | None:
+        """What takes the new residual: ``residual_out``, or ``residual`` itself."""
+        return self.residual if self.residual_out is None else self.residual_out
 
     def divisor(self, over: str = "world") -> int:
         """What a mean over this scope divides by: its ranks, less those that joined early where

@@ -47,12 +47,12 @@ class Memory:
     def like(self, bucket: Bucket) -> Tensor:
         """The flat memory of this bucket; write to it in place."""
         written = as_layout(bucket.layout) in self._written
-        before, after = self.turn(bucket)
+        before, after = self.buffers(bucket)
         if before is not after and not written:
             after.copy_(before)
         return after
 
-    def turn(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The flat memory as it is, and where to write what it becomes, all of it. The same tensor twice
         unless the memory is ``undoable``, or where the step has written already."""
         layout = as_layout(bucket.layout)

@@ -63,8 +63,8 @@ class Strategy(ABC):
     Make it a dataclass. A field that has a ``state_dict`` is state, every other field is an option.
     """
 
-    settles: ClassVar[bool] = False
-    """Whether it takes ``bucket.owed`` into account by itself, in the same pass as its own work."""
+    fuses_feedback: ClassVar[bool] = False
+    """Whether it takes ``bucket.residual`` into account by itself, in the same pass as its own work."""
 
     encodes: ClassVar[bool] = False
     """Whether what travels is a codec's payload, which no ``Cast`` outside may narrow."""

@@ -89,7 +89,8 @@ def carried(field: object, name: str, saved: Sequence[State], rank: int, world: 
 def summed(saved: Sequence[State], rank: int, world: int) -> dict[str, Tensor]:
     """Rank j of m takes the sum of the old ranks i with i % m == j; more ranks than before begin with none.
 
-    So the sum over all ranks stays what it was, and with it what every gradient that is still owed adds to
+    So the sum over all ranks stays what it was, and with it what every gradient that is still residual adds
+    to
     the step in which it arrives: as much as any other gradient of that step.
     """
     mine = [saved[old] for old in range(rank, len(saved), world)]

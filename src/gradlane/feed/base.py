@@ -62,7 +62,7 @@ class Feed:
 
     def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
         """Before the first bucket of a step."""
-        self.settle()
+        self.finish_step()
         self._ready = time.perf_counter()
         self._buckets = []
         self.guard.begin(strategy, self.step, joined=joined)
@@ -91,7 +91,7 @@ class Feed:
     def _wrapped(self, strategy: Strategy) -> Strategy:
         return unscaled(strategy, self.scaler)
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Be done with a step that nobody has ended: a joined rank's, or one that was given up."""
         self.lane.drain()
         failed = self.lane.take_failure() is not None  # who waited for the futures has been told

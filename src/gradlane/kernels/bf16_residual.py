@@ -1,6 +1,6 @@
-"""A debt of another width than the gradient's: added to it, and left again, without a wide copy of it.
+"""A residual of another width than the gradient's: added to it, and left again, without a wide copy of it.
 
-Error feedback may keep what is owed in bfloat16, where a full copy of the gradients does not fit. It is
+Error feedback may keep the residual in bfloat16, where a full copy of the gradients does not fit. It is
 widened and rounded in small runs. Compiled kernels do the work for fp32 gradients on the CPU, plain torch
 elsewhere; on meta tensors nothing is done.
 """
@@ -19,45 +19,47 @@ from .products import check_factors
 RUN = 131_072  # elements that plain torch works on at once
 
 
-def add_debt(flat: Tensor, owed: Tensor) -> None:
-    """``flat += owed``, in the width of ``flat``."""
-    if flat.shape != owed.shape or not flat.is_contiguous() or not owed.is_contiguous():
+def add_residual(flat: Tensor, residual: Tensor) -> None:
+    """``flat += residual``, in the width of ``flat``."""
+    if flat.shape != residual.shape or not flat.is_contiguous() or not residual.is_contiguous():
         raise InvalidValue(
-            f"a debt of {tuple(owed.shape)} cannot be added to a gradient of {tuple(flat.shape)}; both must "
+            f"a residual of {tuple(residual.shape)} cannot be added to a gradient of {tuple(flat.shape)}; "
+            f"both must "
             "be contiguous and of one shape"
         )
     if flat.is_meta:
         return
     kernels = native_for(flat)
-    if kernels and (flat.dtype, owed.dtype) == (torch.float32, torch.bfloat16):
-        kernels.add_debt(flat, owed)
+    if kernels and (flat.dtype, residual.dtype) == (torch.float32, torch.bfloat16):
+        kernels.add_residual(flat, residual)
         return
     for start in range(0, flat.numel(), RUN):
-        flat.view(-1)[start : start + RUN] += owed.view(-1)[start : start + RUN]
+        flat.view(-1)[start : start + RUN] += residual.view(-1)[start : start + RUN]
 
 
-def leave_debt(m: Tensor, p: Tensor, q: Tensor, owed: Tensor, left: Tensor) -> None:
-    """``left = m - p^T q``, rounded once to its width; ``left`` may be ``owed`` itself.
+def subtract_product(m: Tensor, p: Tensor, q: Tensor, residual: Tensor, residual_out: Tensor) -> None:
+    """``residual_out = m - p^T q``, rounded once to its width; ``residual_out`` may be ``residual`` itself.
 
-    What was owed stays where that is not finite, or too large for the width.
+    What was residual stays where that is not finite, or too large for the width.
     """
     check_factors(m, p, q)
-    for name, debt in (("owed", owed), ("left", left)):
-        if debt.shape != m.shape or debt.dtype != owed.dtype or not debt.is_contiguous():
+    for name, tensor in (("residual", residual), ("residual_out", residual_out)):
+        if tensor.shape != m.shape or tensor.dtype != residual.dtype or not tensor.is_contiguous():
             raise InvalidValue(
-                f"{name} is {debt.dtype} {tuple(debt.shape)}, its matrix {tuple(m.shape)}; owed and left "
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its matrix {tuple(m.shape)}; residual "
+                f"and residual_out "
                 "must be contiguous, of that shape and of one dtype"
             )
     if m.is_meta:
         return
     kernels = native_for(m)
-    if kernels and (m.dtype, owed.dtype) == (torch.float32, torch.bfloat16):
-        kernels.leave_debt(m, p, q, owed, left)
+    if kernels and (m.dtype, residual.dtype) == (torch.float32, torch.bfloat16):
+        kernels.subtract_product(m, p, q, residual, residual_out)
         return
     step, q = max(1, RUN // max(1, m.shape[1])), at_line(q)
     for start in range(0, len(m), step):
         rows = slice(start, start + step)
-        narrow = torch.addmm(m[rows], at_line(p[:, rows]).t(), q, alpha=-1).to(owed.dtype)
+        narrow = torch.addmm(m[rows], at_line(p[:, rows]).t(), q, alpha=-1).to(residual.dtype)
         if not all_finite(narrow):
-            narrow = torch.where(narrow.isfinite(), narrow, owed[rows])
-        left[rows] = narrow
+            narrow = torch.where(narrow.isfinite(), narrow, residual[rows])
+        residual_out[rows] = narrow

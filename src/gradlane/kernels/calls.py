@@ -21,17 +21,17 @@ LEVELS = ("portable", "avx2", "avx512")
 
 _HOW = (c_int, c_int)  # level, threads
 _KEYS = (c_uint32, c_uint32)
-_DEBT = (c_void_p, c_void_p, c_void_p)  # gradient, what is owed, what is owed afterwards
+_RESIDUALS = (c_void_p, c_void_p, c_void_p)  # gradient, the residual, the residual afterwards
 _FORM = (c_int, c_int)  # form, flags
 _SIZES = (c_int64, c_int64)  # elements and block, or slots and elements
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
-    "encode_blocks": ((*_HOW, *_FORM, *_DEBT, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
+    "encode_blocks": ((*_HOW, *_FORM, *_RESIDUALS, *_SIZES, *_KEYS, c_void_p, c_void_p), None),
     "decode_blocks": ((*_HOW, *_FORM, c_void_p, c_void_p, *_SIZES, *_KEYS, c_void_p, c_int), None),
     "decode_many": ((*_HOW, *_FORM, c_int, c_void_p, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), c_int),
     "topk_sampled": ((c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64), c_int64),
     "topk_exact": ((c_void_p, c_void_p, c_int64, c_int64), c_int64),
     "topk_select": (
-        (*_HOW, *_DEBT, c_int64, c_uint32, *_SIZES, c_void_p, c_int, c_void_p, c_void_p),
+        (*_HOW, *_RESIDUALS, c_int64, c_uint32, *_SIZES, c_void_p, c_int, c_void_p, c_void_p),
         c_int64,
     ),
     "topk_scatter": ((c_void_p, c_int, c_void_p, c_void_p, *_SIZES, c_void_p, c_float), None),
@@ -64,13 +64,14 @@ class Native(LowRankCalls):
         return self._level, torch.get_num_threads()
 
     def encode_blocks(
-        self, form: int, flags: int, flat: Tensor, owed: Tensor | None, left: Tensor | None, block: int,
-        keys: Keys, codes: Tensor, side: Tensor,
+        self, form: int, flags: int, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None,
+        block: int, keys: Keys, codes: Tensor, side: Tensor,
     ) -> None:  # fmt: skip
-        """Encode block by block; with ``owed``, that of flat + owed, and ``left`` takes what is left."""
+        """Encode block by block; with ``residual``, that of flat + residual, and ``residual_out`` takes
+        what is left."""
         self._call["encode_blocks"](
-            *self._how(), form, flags, flat.data_ptr(), _pointer(owed), _pointer(left), flat.numel(), block,
-            *keys, codes.data_ptr(), side.data_ptr(),
+            *self._how(), form, flags, flat.data_ptr(), _pointer(residual), _pointer(residual_out),
+            flat.numel(), block, *keys, codes.data_ptr(), side.data_ptr(),
         )  # fmt: skip
 
     def decode_blocks(
@@ -111,30 +112,33 @@ class Native(LowRankCalls):
             )
         )  # fmt: skip
 
-    def topk_sampled(self, flat: Tensor, owed: Tensor | None, offset: int, stride: int, rank: int) -> int:
-        """The bits of the rank-th largest magnitude (from 1) in a strided sample of flat + owed."""
+    def topk_sampled(self, flat: Tensor, residual: Tensor | None, offset: int, stride: int, rank: int) -> int:
+        """The bits of the rank-th largest magnitude (from 1) in a strided sample of flat + residual."""
         found = self._call["topk_sampled"](
-            flat.data_ptr(), _pointer(owed), flat.numel(), offset, stride, rank
+            flat.data_ptr(), _pointer(residual), flat.numel(), offset, stride, rank
         )
         return _or_no_memory(found)
 
-    def topk_exact(self, flat: Tensor, owed: Tensor | None, rank: int) -> int:
-        """The bits of the rank-th largest magnitude of flat + owed."""
-        return _or_no_memory(self._call["topk_exact"](flat.data_ptr(), _pointer(owed), flat.numel(), rank))
+    def topk_exact(self, flat: Tensor, residual: Tensor | None, rank: int) -> int:
+        """The bits of the rank-th largest magnitude of flat + residual."""
+        return _or_no_memory(
+            self._call["topk_exact"](flat.data_ptr(), _pointer(residual), flat.numel(), rank)
+        )
 
     def topk_select(
-        self, flat: Tensor, owed: Tensor | None, left: Tensor | None, threshold: int, start: int,
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, threshold: int, start: int,
         values: Tensor, indices: Tensor, counts: Tensor,
     ) -> int:  # fmt: skip
         """Take what reaches the threshold; return how much there was, taken or not.
 
-        With ``owed``, flat + owed is looked at, and ``left`` gets what is not taken of it. Without, ``left``
+        With ``residual``, flat + residual is looked at, and ``residual_out`` gets what is not taken of it.
+        Without, ``residual_out``
         is None, or flat itself, which loses what is taken.
         """
         found = self._call["topk_select"](
-            *self._how(), flat.data_ptr(), _pointer(owed), _pointer(left), flat.numel(), threshold, start,
-            values.numel(), values.data_ptr(), values.element_size() == 2, indices.data_ptr(),
-            counts.data_ptr(),
+            *self._how(), flat.data_ptr(), _pointer(residual), _pointer(residual_out), flat.numel(),
+            threshold, start, values.numel(), values.data_ptr(), values.element_size() == 2,
+            indices.data_ptr(), counts.data_ptr(),
         )  # fmt: skip
         return _or_no_memory(found)
 

@@ -13,8 +13,8 @@ LOW_RANK: dict[str, tuple[tuple[type, ...], type | None]] = {
     "project_rows": (_PROJECT, None),
     "project_columns": (_PROJECT, c_int),
     "expand": ((c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
-    "add_debt": ((c_int, c_int, c_void_p, c_void_p, c_int64), None),
-    "leave_debt": (
+    "add_residual": ((c_int, c_int, c_void_p, c_void_p, c_int64), None),
+    "subtract_product": (
         (c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
         None,
     ),
@@ -32,34 +32,48 @@ class LowRankCalls:
         raise AssertionError("Native says how")
 
     def project_rows(
-        self, g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None, summed: bool
+        self,
+        g: Tensor,
+        residual: Tensor | None,
+        q: Tensor,
+        p: Tensor,
+        residual_out: Tensor | None,
+        summed: bool,
     ) -> None:
-        given = (*_given(g, owed, q), _pointer(left), summed)
+        given = (*_given(g, residual, q), _pointer(residual_out), summed)
         self._call["project_rows"](*self._how(), *given, p.data_ptr())
 
     def project_columns(
-        self, g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None, summed: bool
+        self,
+        g: Tensor,
+        residual: Tensor | None,
+        p: Tensor,
+        q: Tensor,
+        residual_out: Tensor | None,
+        summed: bool,
     ) -> None:
-        given = (*_given(g, owed, p), _pointer(left), summed)
+        given = (*_given(g, residual, p), _pointer(residual_out), summed)
         _enough(self._call["project_columns"](*self._how(), *given, q.data_ptr()))
 
     def expand(self, p: Tensor, q: Tensor, out: Tensor) -> None:
         self._call["expand"](*self._how(), p.data_ptr(), q.data_ptr(), *out.shape, len(p), out.data_ptr())
 
-    def add_debt(self, flat: Tensor, owed: Tensor) -> None:
-        self._call["add_debt"](*self._how(), flat.data_ptr(), owed.data_ptr(), flat.numel())
+    def add_residual(self, flat: Tensor, residual: Tensor) -> None:
+        self._call["add_residual"](*self._how(), flat.data_ptr(), residual.data_ptr(), flat.numel())
 
-    def leave_debt(self, m: Tensor, p: Tensor, q: Tensor, owed: Tensor, left: Tensor) -> None:
+    def subtract_product(
+        self, m: Tensor, p: Tensor, q: Tensor, residual: Tensor, residual_out: Tensor
+    ) -> None:
         factors = p.data_ptr(), q.data_ptr()
-        debts = owed.data_ptr(), left.data_ptr()
-        self._call["leave_debt"](*self._how(), m.data_ptr(), *factors, *m.shape, len(p), *debts)
+        residuals = residual.data_ptr(), residual_out.data_ptr()
+        self._call["subtract_product"](*self._how(), m.data_ptr(), *factors, *m.shape, len(p), *residuals)
 
     def orthonormalise(self, p: Tensor) -> bool:
         return bool(_enough(self._call["orthonormalise"](self._level, p.data_ptr(), *p.shape)))
 
 
-def _given(g: Tensor, owed: Tensor | None, factor: Tensor) -> tuple[int | None, ...]:
-    return g.data_ptr(), _pointer(owed), factor.data_ptr(), *g.shape, len(factor)
+def _given(g: Tensor, residual: Tensor | None, factor: Tensor) -> tuple[int | None, ...]:
+    return g.data_ptr(), _pointer(residual), factor.data_ptr(), *g.shape, len(factor)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

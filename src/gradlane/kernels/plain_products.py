@@ -21,44 +21,44 @@ LINE = 64  # bytes; where torch begins what it allocates on a CPU, and the longe
 
 
 def project_rows(
-    g: Tensor, owed: Tensor | None, q: Tensor, p: Tensor, left: Tensor | None, keep_sum: bool
+    g: Tensor, residual: Tensor | None, q: Tensor, p: Tensor, residual_out: Tensor | None, keep_sum: bool
 ) -> None:
-    if owed is None and g.device.type != "cpu":
+    if residual is None and g.device.type != "cpu":
         torch.mm(q, g.t(), out=p)
         return
-    q, room, keep_sum = at_line(q), _room(g), keep_sum and owed is not None
+    q, room, keep_sum = at_line(q), _room(g), keep_sum and residual is not None
     for rows in _runs(g):
         own = g[rows]
         to = own if keep_sum and _begins_line(own) else room
-        m = _sum(own, None if owed is None else owed[rows], to)
+        m = _sum(own, None if residual is None else residual[rows], to)
         part = torch.mm(q, m.t())
         p[:, rows] = part
         if keep_sum and to is room:
             own.copy_(m)
-        if left is not None and owed is not None:
+        if residual_out is not None and residual is not None:
             m.addmm_(part.t(), q, alpha=-1)
-            _put(m, part.isfinite().all(0).unsqueeze(1), owed[rows], left[rows])
+            _put(m, part.isfinite().all(0).unsqueeze(1), residual[rows], residual_out[rows])
 
 
 def project_columns(
-    g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, left: Tensor | None, summed: bool
+    g: Tensor, residual: Tensor | None, p: Tensor, q: Tensor, residual_out: Tensor | None, summed: bool
 ) -> None:
-    debt = None if summed else owed
-    if debt is None and left is None and g.device.type != "cpu":
+    added = None if summed else residual
+    if added is None and residual_out is None and g.device.type != "cpu":
         torch.mm(p, g, out=q)
         return
     room, total = _room(g), torch.zeros_like(q)
     for rows in _runs(g):
-        total.addmm_(at_line(p[:, rows]), _sum(g[rows], None if debt is None else debt[rows], room))
+        total.addmm_(at_line(p[:, rows]), _sum(g[rows], None if added is None else added[rows], room))
     q.copy_(total)
-    if left is None or owed is None:
+    if residual_out is None or residual is None:
         return
-    sound, apart = total.isfinite().all(0), left.data_ptr() != owed.data_ptr()
+    sound, apart = total.isfinite().all(0), residual_out.data_ptr() != residual.data_ptr()
     for rows in _runs(g):
-        to = left[rows] if apart and _begins_line(left[rows]) else room
-        m = _sum(g[rows], None if debt is None else debt[rows], to, own=True)
+        to = residual_out[rows] if apart and _begins_line(residual_out[rows]) else room
+        m = _sum(g[rows], None if added is None else added[rows], to, own=True)
         m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
-        _put(m, sound, owed[rows], left[rows])
+        _put(m, sound, residual[rows], residual_out[rows])
 
 
 def at_line(matrix: Tensor) -> Tensor:
@@ -71,23 +71,24 @@ def _begins_line(matrix: Tensor) -> bool:
     return matrix.is_contiguous() and (matrix.device.type != "cpu" or matrix.data_ptr() % LINE == 0)
 
 
-def _sum(g: Tensor, owed: Tensor | None, to: Tensor, *, own: bool = False) -> Tensor:
-    """g + owed where a line begins, in ``to``; g itself where that is one already, unless the caller will
+def _sum(g: Tensor, residual: Tensor | None, to: Tensor, *, own: bool = False) -> Tensor:
+    """g + residual where a line begins, in ``to``; g itself where that is one already, unless the caller will
     write to it (``own``)."""
     m = to[: len(g)]
-    if owed is not None:
-        return torch.add(g, owed, out=m)
+    if residual is not None:
+        return torch.add(g, residual, out=m)
     return g if _begins_line(g) and not own else m.copy_(g)
 
 
-def _put(m: Tensor, sound: Tensor, owed: Tensor, left: Tensor) -> None:
-    """What is left goes to its place, if it is not there; ``owed`` stays where it is not finite or its factor
+def _put(m: Tensor, sound: Tensor, residual: Tensor, residual_out: Tensor) -> None:
+    """What is left goes to its place, if it is not there; ``residual`` stays where it is not finite or its
+    factor
     is not sound."""
     on_cpu = m.device.type == "cpu"  # elsewhere, asking costs more than it saves
     if not (on_cpu and m.sum().isfinite() and sound.all()):
-        left.copy_(torch.where(m.isfinite() & sound, m, owed))
-    elif m.data_ptr() != left.data_ptr():
-        left.copy_(m)
+        residual_out.copy_(torch.where(m.isfinite() & sound, m, residual))
+    elif m.data_ptr() != residual_out.data_ptr():
+        residual_out.copy_(m)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Products of a gradient matrix with the thin factors of low-rank compression.
 
 A matrix g is [a, b]; a factor has one row for each rank, p [r, a] and q [r, b], so that every product runs
-along memory. ``owed`` is of the shape of g: what error feedback still has to send; m = g + owed. All are
+along memory. ``residual`` is of the shape of g: what error feedback still has to send; m = g + residual.
+All are
 fp32, or all fp64, and contiguous. Compiled kernels do the work for fp32 on the CPU, plain torch elsewhere;
 on meta tensors nothing is done.
 
@@ -25,57 +26,60 @@ from .native import native_for
 
 def project_rows(
     g: Tensor,
-    owed: Tensor | None,
+    residual: Tensor | None,
     q: Tensor,
     p: Tensor,
     *,
-    settle: bool = False,
-    left: Tensor | None = None,
+    subtract: bool = False,
+    residual_out: Tensor | None = None,
     keep_sum: bool = False,
 ) -> None:
     """p[k, i] = sum over j of m[i, j] q[k, j].
 
-    With ``settle`` (q must have orthonormal rows) ``left`` becomes m - p^T q, what p leaves out; where it is
-    not given, that is owed itself. An element that would not be finite stays as it was owed; where p is not
+    With ``subtract`` (q must have orthonormal rows) ``residual_out`` becomes m - p^T q, what p leaves out;
+    where it is
+    not given, that is residual itself. An element that would not be finite stays as it was residual; where
+    p is not
     finite, that is its whole row. With ``keep_sum`` instead, g becomes m: the next pass reads one matrix
     less.
     """
-    left = _check_debt(g, owed, p, q, settle, left)
-    if keep_sum and settle:
-        raise InvalidValue("keep_sum=True is for a pass after this one; with settle=True there is none")
+    residual_out = _check_residual(g, residual, p, q, subtract, residual_out)
+    if keep_sum and subtract:
+        raise InvalidValue("keep_sum=True is for a pass after this one; with subtract=True there is none")
     if g.is_meta:
         return
     kernels = _kernels(g)
     if kernels:
-        kernels.project_rows(g, owed, q, p, left, keep_sum and owed is not None)
+        kernels.project_rows(g, residual, q, p, residual_out, keep_sum and residual is not None)
     else:
-        plain_products.project_rows(g, owed, q, p, left, keep_sum)
+        plain_products.project_rows(g, residual, q, p, residual_out, keep_sum)
 
 
 def project_columns(
     g: Tensor,
-    owed: Tensor | None,
+    residual: Tensor | None,
     p: Tensor,
     q: Tensor,
     *,
-    settle: bool = False,
-    left: Tensor | None = None,
+    subtract: bool = False,
+    residual_out: Tensor | None = None,
     summed: bool = False,
 ) -> None:
     """q[k, j] = sum over i of p[k, i] m[i, j].
 
-    With ``settle`` (p must have orthonormal rows) ``left``, or owed itself, becomes m - p^T q. An element
-    that would not be finite stays as it was owed; where q is not finite, that is its whole column.
-    ``summed``: g is m already, and owed only what stays where something is not finite.
+    With ``subtract`` (p must have orthonormal rows) ``residual_out``, or residual itself, becomes m - p^T
+    q. An element
+    that would not be finite stays as it was residual; where q is not finite, that is its whole column.
+    ``summed``: g is m already, and residual only what stays where something is not finite.
     """
-    left = _check_debt(g, owed, p, q, settle, left)
+    residual_out = _check_residual(g, residual, p, q, subtract, residual_out)
     if g.is_meta:
         return
     kernels = _kernels(g)
     if kernels:
-        kernels.project_columns(g, owed, p, q, left, summed)
+        kernels.project_columns(g, residual, p, q, residual_out, summed)
     else:
-        plain_products.project_columns(g, owed, p, q, left, summed)
+        plain_products.project_columns(g, residual, p, q, residual_out, summed)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
@@ -160,25 +164,27 @@ def check_factors(g: Tensor, p: Tensor, q: Tensor) -> None:
         )
 
 
-def _check_debt(
-    g: Tensor, owed: Tensor | None, p: Tensor, q: Tensor, settle: bool, left: Tensor | None
+def _check_residual(
+    g: Tensor, residual: Tensor | None, p: Tensor, q: Tensor, subtract: bool, residual_out: Tensor | None
 ) -> Tensor | None:
     """Where what is left goes, or None where nothing is settled."""
     check_factors(g, p, q)
-    for name, debt in (("owed", owed), ("left", left)):
-        if debt is not None:
-            _check_one(name, debt, like=g)
-            if debt.shape != g.shape:
+    for name, tensor in (("residual", residual), ("residual_out", residual_out)):
+        if tensor is not None:
+            _check_one(name, tensor, like=g)
+            if tensor.shape != g.shape:
                 raise InvalidValue(
-                    f"{name} is {tuple(debt.shape)}, its matrix {tuple(g.shape)}; they must agree"
+                    f"{name} is {tuple(tensor.shape)}, its matrix {tuple(g.shape)}; they must agree"
                 )
-    if not settle:
-        if left is not None:
-            raise InvalidValue("left is written with settle=True only; pass that too, or no left")
+    if not subtract:
+        if residual_out is not None:
+            raise InvalidValue(
+                "residual_out is written with subtract=True only; pass that too, or no residual_out"
+            )
         return None
-    if owed is None:
-        raise InvalidValue("settle=True without owed has nothing to settle; pass owed")
-    return owed if left is None else left
+    if residual is None:
+        raise InvalidValue("subtract=True without residual has nothing to settle; pass residual")
+    return residual if residual_out is None else residual_out
 
 
 def _check_one(name: str, tensor: Tensor, like: Tensor | None = None) -> None:

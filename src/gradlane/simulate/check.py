@@ -63,8 +63,8 @@ def check_strategy(
             itself. That of ``ErrorFeedback`` is found.
     """
     strategy = copy.deepcopy(as_strategy(strategy))
-    if any(isinstance(part, Private) and part.noise for part in parts(strategy)):
-        raise InvalidValue("no run of Private is like another; check it with noise=0")
+    if any(isinstance(part, Private) and part.noise_multiplier for part in parts(strategy)):
+        raise InvalidValue("no run of Private is like another; check it with noise_multiplier=0")
     sizes = {slot.name: tuple(slot.shape) for slot in slots_of(SHAPES if shapes is None else shapes)}
     case = Case(strategy, sizes, tuple(worlds), names or {}, _residual_of(strategy, residual))
     if not case.worlds:

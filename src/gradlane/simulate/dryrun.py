@@ -20,7 +20,7 @@ from .buckets import Shape, scope_sizes, slots_of, split
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class StepCost:
     """What one rank asks for in one step."""
 
     events: tuple[Event, ...]
@@ -61,7 +61,7 @@ def dry_run(
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int | None = None,
     node_size: int | None = None,
-) -> Trace:
+) -> StepCost:
     """Price one step of a strategy for one rank of ``world``.
 
     ``shapes`` is ``{name: shape}`` or a module. ``step`` matters to schedules: a strategy may send
@@ -87,7 +87,7 @@ def dry_run(
             is_last=index == len(layouts) - 1, sizes=sizes,
         )  # fmt: skip
         under_way.append(Running(strategy, bucket, _ignore))
-    return Trace(tuple(_traced(under_way, sizes)), raw_bytes)
+    return StepCost(tuple(_traced(under_way, sizes)), raw_bytes)
 
 
 @torch.no_grad()

@@ -85,8 +85,8 @@ class Spent(Shared):
     """It is about the data, whatever model learns from it: nothing begins it anew."""
 
     def __init__(self, noise: float, sampling: float) -> None:
-        self.noise = noise
-        self.sampling = sampling
+        self.noise_multiplier = noise
+        self.sample_rate = sampling
         self.steps = 0
         self._before = 0  # the step under way
         self._earlier: dict[Mechanism, int] = {}  # by other strategies, as a checkpoint told it
@@ -102,7 +102,7 @@ class Spent(Shared):
 
     @property
     def mechanism(self) -> Mechanism:
-        return self.noise, self.sampling
+        return self.noise_multiplier, self.sample_rate
 
     def runs(self) -> dict[Mechanism, int]:
         """All steps by their mechanism; those of earlier strategies too."""
@@ -135,19 +135,23 @@ class Spent(Shared):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        mine = {"noise": self.noise, "sampling": self.sampling, "steps": self.steps}
+        mine = {
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+            "steps": self.steps,
+        }
         earlier = self.runs()
         earlier[self.mechanism] -= self.steps
         told = {f"{noise!r} {sampling!r}": steps for (noise, sampling), steps in earlier.items() if steps}
         return {**mine, "earlier": told} if told else mine
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) - {"earlier"} != {"noise", "sampling", "steps"}:
+        if set(state) - {"earlier"} != {"noise_multiplier", "sample_rate", "steps"}:
             raise InvalidValue(
-                f"a privacy ledger holds noise, sampling and steps, this one {', '.join(state) or 'nothing'}"
-                "; load the state that a Private has saved"
+                f"a privacy ledger holds noise_multiplier, sample_rate and steps, this one "
+                f"{', '.join(state) or 'nothing'}; load the state that a Private has saved"
             )
-        for name in ("noise", "sampling"):
+        for name in ("noise_multiplier", "sample_rate"):
             if state[name] != getattr(self, name):
                 raise InvalidValue(
                     f"the ledger was kept with {name}={state[name]!r}, this Private has "

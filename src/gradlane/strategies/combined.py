@@ -43,7 +43,7 @@ class Combined(Strategy):
     rule: Rule | Aggregate
     codec: Codec = field(default_factory=Raw)
     watch: Watch = field(default_factory=Watch)
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

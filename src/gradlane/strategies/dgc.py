@@ -16,7 +16,7 @@ from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
 from .exchange import Gathered
-from .feedback import residual
+from .feedback import residual_square
 
 STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
 """The shares sent in the stages of the warm-up, of the paper: 75, 93.75, 98.4 and 99.6 % are left out."""
@@ -28,7 +28,7 @@ class DGC(Strategy):
 
     1. Clip this rank's gradient to ``clip`` / sqrt(world), where asked for; a bucket at a time, each for
        itself, because a hook never sees the whole.
-    2. Momentum correction: u = momentum * u + g, and v = v + u is what is owed.
+    2. Momentum correction: u = momentum * u + g, and v = v + u is the residual.
     3. Send the largest ``ratio`` of v.
     4. Factor masking: where v was sent, u and v begin again at 0.
 
@@ -64,17 +64,20 @@ class DGC(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.velocity is not None
         assert self.memory is not None
-        (velocity, moved), (owed, left) = self.velocity.turn(bucket), self.memory.turn(bucket)
+        (velocity, moved), (residual, residual_out) = (
+            self.velocity.buffers(bucket),
+            self.memory.buffers(bucket),
+        )
         torch.mul(velocity, self.momentum, out=moved).add_(self._clipped(bucket))  # 1, 2
         bucket.flat.copy_(moved)
         exchange = Gathered(TopK(self.share(bucket.step)))
-        owing = replace(bucket, owed=owed, left=left, feedback=True)
-        reduced = await exchange.reduce(owing)  # 3: v + u is sent or owed
+        owing = replace(bucket, residual=residual, residual_out=residual_out, feedback=True)
+        reduced = await exchange.reduce(owing)  # 3: v + u is sent or residual
         assert reduced.sent is not None
         moved.masked_fill_(reduced.sent() != 0, 0.0)  # 4
         if bucket.flat.device.type != "meta":
             keep_finite(moved)
-            await note(residual_square=residual(left, bucket.step))
+            await note(residual_square=residual_square(residual_out, bucket.step))
         return Reduced(reduced.mean, sound=reduced.sound)
 
     def _clipped(self, bucket: Bucket) -> torch.Tensor:

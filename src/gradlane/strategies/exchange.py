@@ -20,7 +20,7 @@ class Summed(Strategy):
     """Payloads of a linear codec, summed by an all-reduce."""
 
     codec: Codec
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
@@ -39,7 +39,7 @@ class Summed(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
         refuse_sparse(bucket, "Summed")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "summed")
+        payload = encoded(codec, bucket, bucket.flat, bucket.residual, bucket.residual_out, seed, "summed")
         sound = codec.sound(payload)  # now: the sum will overwrite it
         kept = kept_for_feedback(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
@@ -58,7 +58,7 @@ class Gathered(Strategy):
 
     codec: Codec
     aggregate: Aggregate = mean
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Gathered(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         refuse_sparse(bucket, "Gathered")
-        payload = encoded(codec, bucket, bucket.flat, bucket.owed, bucket.left, seed, "gathered")
+        payload = encoded(codec, bucket, bucket.flat, bucket.residual, bucket.residual_out, seed, "gathered")
         kept = kept_for_feedback(bucket, [payload], seed)
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
@@ -98,7 +98,7 @@ class Sharded(Strategy):
     codec: Codec
     aggregate: Aggregate = mean
     answer: Codec | None = None
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Error feedback: what a lossy strategy leaves out is owed, and goes with the next step."""
+"""Error feedback: what a lossy strategy leaves out is residual, and goes with the next step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .weighted import WeightedMean
 KEPT_IN = (torch.float32, torch.bfloat16)
 SAMPLE = 8_192  # elements looked at for the norm, at least
 RUN = 16  # of them in a row
-HOPELESS = 1e18  # what is owed beyond this has squares that fp32 cannot add up
+HOPELESS = 1e18  # the residual beyond this has squares that fp32 cannot add up
 
 
 @dataclass
@@ -49,38 +49,38 @@ class ErrorFeedback(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.memory is not None
-        owed, left = self.memory.turn(bucket)
-        reduced = await settled(self.inner, replace(bucket, owed=owed, left=left))
+        residual, residual_out = self.memory.buffers(bucket)
+        reduced = await settled(self.inner, replace(bucket, residual=residual, residual_out=residual_out))
         if bucket.flat.device.type != "meta":
-            await note(residual_square=residual(left, bucket.step))
+            await note(residual_square=residual_square(residual_out, bucket.step))
         return Reduced(reduced.mean, sound=reduced.sound)
 
 
 async def settled(inner: Strategy, bucket: Bucket) -> Reduced:
-    """The answer of a strategy to gradient and debt; ``bucket.owed_after`` takes what is owed then."""
-    if inner.settles:  # in one pass with its own work
+    """The answer of a strategy to gradient and residual; ``bucket.residual_after`` takes the new residual."""
+    if inner.fuses_feedback:  # in one pass with its own work
         return await inner.reduce(bucket)
-    owed, left, flat = bucket.owed, bucket.owed_after, bucket.flat
-    assert owed is not None
-    assert left is not None
-    whole = left
-    if left.dtype == torch.bfloat16:  # the sum is rounded when it has been sent, not before
+    residual, residual_out, flat = bucket.residual, bucket.residual_after, bucket.flat
+    assert residual is not None
+    assert residual_out is not None
+    whole = residual_out
+    if residual_out.dtype == torch.bfloat16:  # the sum is rounded when it has been sent, not before
         whole = bucket.empty(
-            "gradient and debt", flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+            "gradient and residual", flat.numel(), torch.promote_types(flat.dtype, torch.float32)
         )
-    flat.copy_(torch.add(owed, flat, out=whole))
-    reduced = await inner.reduce(replace(bucket, owed=None, left=None, feedback=True))
+    flat.copy_(torch.add(residual, flat, out=whole))
+    reduced = await inner.reduce(replace(bucket, residual=None, residual_out=None, feedback=True))
     # Nothing lost, says a strategy without ``sent``: all but what the gradient's own width cut off.
     whole.sub_(whole.to(flat.dtype) if reduced.sent is None else reduced.sent())
-    if whole is not left:
-        left.copy_(whole)
-    if left.device.type != "meta":
-        keep_finite(left)
+    if whole is not residual_out:
+        residual_out.copy_(whole)
+    if residual_out.device.type != "meta":
+        keep_finite(residual_out)
     return reduced
 
 
 @dataclass
-class ErrorFeedback21(Strategy):
+class EF21(Strategy):
     """EF21 (Richtarik et al., 2021): send what has changed, C(g - G), and add it to G on both sides.
 
     Each rank keeps its own estimate G, which the others know, and the mean of all, which is the answer:
@@ -94,10 +94,10 @@ class ErrorFeedback21(Strategy):
     mean: Memory | None = None
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner, "ErrorFeedback21")
+        _check_inner(self.inner, "EF21")
         if not self.inner.averages:
             raise InvalidValue(
-                f"ErrorFeedback21({type(self.inner).__name__}(...)): the answer inside is not the mean of "
+                f"EF21({type(self.inner).__name__}(...)): the answer inside is not the mean of "
                 "what the ranks have sent, so estimates and answers would drift apart; use Gathered, Sharded "
                 "or Summed with the mean, PowerSGD or AcpSGD, or take ErrorFeedback"
             )
@@ -107,7 +107,7 @@ class ErrorFeedback21(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         assert self.own is not None
         assert self.mean is not None
-        (own, own_after), (mean, mean_after) = self.own.turn(bucket), self.mean.turn(bucket)
+        (own, own_after), (mean, mean_after) = self.own.buffers(bucket), self.mean.buffers(bucket)
         change = bucket.flat.sub_(own)
         whole = change.clone()  # the strategy inside may overwrite the bucket
         reduced = await self.inner.reduce(replace(bucket, feedback=True))
@@ -129,30 +129,30 @@ class ErrorFeedback21(Strategy):
         return {**state, "own": state["mean"]} if "mean" in state else state
 
 
-def residual(owed: Tensor, step: int) -> Tensor:
-    """The squared norm of what is owed, for the metrics; less what is too large ever to be sent.
+def residual_square(residual: Tensor, step: int) -> Tensor:
+    """The squared norm of the residual, for the metrics; less what is too large ever to be sent.
 
     One gradient of 3e38 can leave so much that every product with it is infinite, in this step and in all
     that follow: nothing would be finite again. Where that is so the norm is infinite too.
     """
-    square = squared_norm(owed, step)
+    square = squared_norm(residual, step)
     if torch.isfinite(square):
         return square
-    owed.masked_fill_(owed.abs() > HOPELESS, 0.0)
-    return squared_norm(owed, step)
+    residual.masked_fill_(residual.abs() > HOPELESS, 0.0)
+    return squared_norm(residual, step)
 
 
-def squared_norm(owed: Tensor, step: int) -> Tensor:
+def squared_norm(residual: Tensor, step: int) -> Tensor:
     """Estimated from evenly spaced runs where there are many: the whole would be a pass over memory, and
     of single elements each would cost a line of the cache. Others in every step, and in time all."""
-    numel, seen = owed.numel(), owed
+    numel, seen = residual.numel(), residual
     if numel > SAMPLE:
         apart = numel // (SAMPLE // RUN)
         rows = numel // apart
         first = step % 2 * (numel - rows * apart)  # or the last would never be seen
         start = min(step // 2 % -(-apart // RUN) * RUN, apart - RUN)
-        seen = owed[first : first + rows * apart].view(rows, apart)[:, start : start + RUN]
-    norm: Tensor = torch.linalg.vector_norm(seen, dtype=torch.promote_types(owed.dtype, torch.float32))
+        seen = residual[first : first + rows * apart].view(rows, apart)[:, start : start + RUN]
+    norm: Tensor = torch.linalg.vector_norm(seen, dtype=torch.promote_types(residual.dtype, torch.float32))
     return norm.float().square() * (numel / max(1, seen.numel()))
 
 
@@ -168,7 +168,7 @@ def _check_inner(inner: object, name: str) -> None:
     refuse_private_inside(name, inner)
     if any(isinstance(part, WeightedMean) for part in parts(inner)):
         raise InvalidValue(
-            f"{name} outside of WeightedMean would weigh what is owed by a later step's weights; put it "
+            f"{name} outside of WeightedMean would weigh the residual by a later step's weights; put it "
             f"inside: WeightedMean(weight, {name}(...))"
         )
     if any(isinstance(part, WorkerMomentum) for part in parts(inner)):

@@ -22,7 +22,7 @@ class WorkerMomentum(Strategy):
     Karimireddy et al., 2021, "Learning from history for Byzantine robust optimization": small attacks hide
     in the noise of single gradients, step after step; momentum takes most of it away before the ranks are
     compared. Use an optimizer without momentum: with a plain mean inside, this is an optimizer's momentum
-    whose learning rate is lr / (1 - beta). Error feedback goes inside: what is owed is owed of m.
+    whose learning rate is lr / (1 - beta). Error feedback goes inside: the residual is residual of m.
 
     Its memory is one copy of the gradient, kept by parameter name. A gradient that is not finite is sent,
     for the others to see, and not remembered.
@@ -46,7 +46,7 @@ class WorkerMomentum(Strategy):
         assert self.memory is not None
         refuse_sparse(bucket, "WorkerMomentum")
         flat = bucket.flat
-        kept, after = self.memory.turn(bucket)
+        kept, after = self.memory.buffers(bucket)
         moved = bucket.empty("momentum", flat.numel(), kept.dtype)
         torch.mul(kept, self.beta, out=moved).add_(flat, alpha=1 - self.beta)
         after.copy_(moved if all_finite(moved) else kept)

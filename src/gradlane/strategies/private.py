@@ -28,8 +28,10 @@ class Private(Strategy):
     """Differential privacy for whole workers, *never for single examples*: their data as one.
 
     1. Each worker's whole gradient, all buckets together, is scaled down to a norm of at most ``clip``.
-    2. Each of n ranks adds Gaussian noise of deviation ``noise * clip / sqrt(n)``, so that the sum has
-       ``noise * clip`` and the mean ``noise * clip / n``. Ranks that have joined early add theirs too.
+    2. Each of n ranks adds Gaussian noise of deviation ``noise_multiplier * clip / sqrt(n)``, so that the
+    sum has
+       ``noise_multiplier * clip`` and the mean ``noise_multiplier * clip / n``. Ranks that have joined
+       early add theirs too.
     3. ``inner`` takes the mean.
 
     ``epsilon(delta)`` says what all steps so far have cost. Two neighbouring runs differ by one worker, whose
@@ -38,35 +40,42 @@ class Private(Strategy):
     one rank against another, because a rank knows its own noise and may see single messages; nor buffers,
     metrics or losses, which do not pass through here.
 
-    ``sampling``: each worker takes part in a step with this probability (a secret coin; its gradient counts
+    ``sample_rate``: each worker takes part in a step with this probability (a secret coin; its gradient
+    counts
     as zeros otherwise), and the mean is divided by it. The accountant credits that.
 
     Inside may be what depends on nothing but the sum of what the ranks give in this step: ``Mean``, ``Cast``
     to bfloat16, ``PowerSGD``, ``Summed``. If the gradient of a rank that takes part is not finite, nothing is
     sent and nothing spent: the answer is NaN, so that the step is skipped and a GradScaler lowers its scale.
     That it was skipped is one bit that no noise covers. ``private_nonfinite`` in the metrics counts such
-    gradients of this rank, ``private_clipped`` the steps in which it was clipped. ``noise=0`` only clips.
+    gradients of this rank, ``private_clipped`` the steps in which it was clipped. ``noise_multiplier=0``
+    only clips.
 
     Sources: McMahan et al. (2018) for the mechanism, Mironov (2017; et al., 2019) for the accountant.
     """
 
     inner: Strategy
     clip: float
-    noise: float
-    sampling: float = 1.0
+    noise_multiplier: float
+    sample_rate: float = 1.0
     spent: Spent | None = None
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
         if not is_number(self.clip) or not 0 < self.clip < math.inf:
             raise InvalidValue(f"Private clip={self.clip!r}; use a norm above 0")
-        if not is_number(self.noise) or not 0 <= self.noise < math.inf:
-            raise InvalidValue(f"Private noise={self.noise!r}; use a multiple of clip from 0 up, such as 1.0")
-        if not is_number(self.sampling) or not 0 < self.sampling <= 1:
-            raise InvalidValue(f"Private sampling={self.sampling!r}; use a probability above 0, at most 1")
-        if self.noise == 0:
-            log.warning("Private with noise=0 clips and hides nothing: its epsilon is infinite")
-        self.spent = self.spent or Spent(self.noise, self.sampling)
+        if not is_number(self.noise_multiplier) or not 0 <= self.noise_multiplier < math.inf:
+            raise InvalidValue(
+                f"Private noise_multiplier={self.noise_multiplier!r}; use a multiple of clip from 0 up, "
+                f"such as 1.0"
+            )
+        if not is_number(self.sample_rate) or not 0 < self.sample_rate <= 1:
+            raise InvalidValue(
+                f"Private sample_rate={self.sample_rate!r}; use a probability above 0, at most 1"
+            )
+        if self.noise_multiplier == 0:
+            log.warning("Private with noise_multiplier=0 clips and hides nothing: its epsilon is infinite")
+        self.spent = self.spent or Spent(self.noise_multiplier, self.sample_rate)
         self._now: _Part | None = None
 
     def epsilon(self, delta: float, steps: int | None = None) -> float:
@@ -79,7 +88,7 @@ class Private(Strategy):
         assert self.spent is not None
         if steps is None:
             return epsilon_of_all(self.spent.runs(), delta)
-        return epsilon_of(self.noise, self.sampling, steps, delta)
+        return epsilon_of(self.noise_multiplier, self.sample_rate, steps, delta)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
@@ -94,12 +103,14 @@ class Private(Strategy):
             return Reduced(flat.fill_(math.nan))
         if flat.device.type != "meta":
             part.scale_down(wide)
-            if self.noise:
-                add_noise(wide, self.noise * self.clip / math.sqrt(bucket.world), room)
+            if self.noise_multiplier:
+                add_noise(wide, self.noise_multiplier * self.clip / math.sqrt(bucket.world), room)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         mean = reduced.mean
-        if self.sampling != 1:
-            mean = mean.div_(self.sampling).detach()  # no more the answer that was sound: it may be infinite
+        if self.sample_rate != 1:
+            mean = mean.div_(
+                self.sample_rate
+            ).detach()  # no more the answer that was sound: it may be infinite
         return Reduced(mean if wide is flat else flat.copy_(mean))
 
     async def _part(self, square: Tensor) -> _Part:
@@ -107,7 +118,7 @@ class Private(Strategy):
         assert self.spent is not None
         if self._now is not None and self._now.square is square:  # all buckets of a step get the same tensor
             return self._now
-        part = _Part(square, self.clip, self.sampling)
+        part = _Part(square, self.clip, self.sample_rate)
         bad = torch.tensor([part.bad], dtype=torch.int32, device=square.device)
         bad = await all_reduce(bad, op="max", exact=True)
         if square.device.type != "meta":
@@ -180,7 +191,9 @@ def refuse_private_in_fp16(inner: Strategy) -> None:
 def _check_inner(inner: object) -> None:
     if not isinstance(inner, Strategy):
         got = type(inner).__name__
-        raise WrongType(f"Private wraps a strategy, got {got}; write Private(Mean(), clip=1.0, noise=1.0)")
+        raise WrongType(
+            f"Private wraps a strategy, got {got}; write Private(Mean(), clip=1.0, noise_multiplier=1.0)"
+        )
     for part in parts(inner):
         if not part.linear:
             raise InvalidValue(

@@ -53,12 +53,14 @@ class Shards:
     def encoded(self) -> list[Payload]:
         """What goes to each rank; to itself only room of the same shape."""
         bucket = self._bucket
-        owed, left = (self._residuals(flat) for flat in (bucket.owed, bucket.owed_after))
+        residual, residual_out = (self._residuals(flat) for flat in (bucket.residual, bucket.residual_after))
         payloads = [
             payload_room(self._codec, bucket, part.numel(), "own shard")
             if place == bucket.rank
             else encoded(self._codec, bucket, part, before, after, self._seed + place, f"shard {place}")
-            for place, (part, before, after) in enumerate(zip(self._parts, owed, left, strict=True))
+            for place, (part, before, after) in enumerate(
+                zip(self._parts, residual, residual_out, strict=True)
+            )
         ]
         self._kept = kept_for_feedback(bucket, payloads, self._seed)
         return payloads
@@ -113,7 +115,7 @@ class Shards:
         """This rank's shard, and the residual of earlier answers, encoded for all."""
         bucket = self._bucket
         seed = bucket.seed(SALT + 1, shared=False)
-        if bucket.owed is None and not bucket.feedback:
+        if bucket.residual is None and not bucket.feedback:
             payload = encoded(self._answer, bucket, total, None, None, seed, "shard mean")
         else:
             payload = self._answer_with_feedback(total, seed)
@@ -122,7 +124,9 @@ class Shards:
 
     def _answer_with_feedback(self, total: Tensor, seed: int) -> Payload:
         bucket, count = self._bucket, self._bucket.divisor()
-        before, after = (self._residuals(flat)[bucket.rank] for flat in (bucket.owed, bucket.owed_after))
+        before, after = (
+            self._residuals(flat)[bucket.rank] for flat in (bucket.residual, bucket.residual_after)
+        )
         residual = bucket.empty("shard residual", self.size, self._wide()).zero_()
         mine = residual[: self.filled]
         if before is not None:
@@ -183,16 +187,17 @@ def encoded(
     codec: Codec,
     bucket: Bucket,
     flat: Tensor,
-    owed: Tensor | None,
-    left: Tensor | None,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
     seed: int,
     use: str,
 ) -> Payload:
-    """The payload of flat, and of what is owed; ``left`` takes what is owed then, or owed itself."""
+    """The payload of flat, and of the residual; ``residual_out`` takes the new residual, or residual
+    itself."""
     out = payload_room(codec, bucket, flat.numel(), use)
-    if owed is None:
+    if residual is None:
         return codec.encode(flat, seed, out)
-    return codec.encode_owed(flat, owed, seed, out, left)
+    return codec.encode_with_feedback(flat, residual, seed, out, residual_out)
 
 
 def payload_room(codec: Codec, bucket: Bucket, numel: int, use: str) -> Payload:

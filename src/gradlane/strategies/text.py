@@ -31,7 +31,7 @@ from .combined import Combined
 from .described import describe, is_function
 from .dgc import DGC
 from .exchange import Gathered, Sharded, Summed
-from .feedback import ErrorFeedback, ErrorFeedback21
+from .feedback import EF21, ErrorFeedback
 from .lowrank.acpsgd import AcpSGD
 from .lowrank.powersgd import PowerSGD
 from .mean import Mean, Noop
@@ -48,7 +48,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     for part in (
         *(Mean, Noop, Cast, WeightedMean, Private, After, Route),
         *(Summed, Gathered, Sharded, Combined, PowerSGD, AcpSGD),
-        *(ErrorFeedback, ErrorFeedback21, DGC, WorkerMomentum),
+        *(ErrorFeedback, EF21, DGC, WorkerMomentum),
     )
 }
 CODECS: dict[str, Callable[..., Any]] = {

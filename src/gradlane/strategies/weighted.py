@@ -29,36 +29,41 @@ class WeightedMean(Strategy):
     is one that has joined early. If all weights are 0 every rank raises.
 
     With the plain mean inside there is one all-reduce of [w*g, w] per bucket, in fp32 at least. With any
-    other, inside a ``Cast``, or with ``most``, the weights go first in a message of their own, 8 bytes to
+    other, inside a ``Cast``, or with ``max_share``, the weights go first in a message of their own, 8 bytes
+    to
     each rank, and ``inner`` gets n * w_i / sum(w) * g_i, in fp32 at least.
 
-    ``most`` is the largest share of the whole that a rank may have, where weights are not to be trusted: see
-    ``shares``. Feedback belongs inside, ``WeightedMean(w, ErrorFeedback(...))``: what is owed was weighed
+    ``max_share`` is the largest share of the whole that a rank may have, where weights are not to be
+    trusted: see
+    ``shares``. Feedback belongs inside, ``WeightedMean(w, ErrorFeedback(...))``: the residual was weighed
     in its own step, and is not weighed again.
     """
 
     weight: Weight = field(metadata={"per_rank": True})
     inner: Strategy = field(default_factory=Mean)
-    most: float | None = None
+    max_share: float | None = None
 
     def __post_init__(self) -> None:
         self._asked = Asked(self.weight)
-        if self.most is not None and not (is_number(self.most) and 0 < self.most <= 1):
-            raise InvalidValue(f"most={self.most!r}; it is a share of the whole, above 0 and at most 1")
+        if self.max_share is not None and not (is_number(self.max_share) and 0 < self.max_share <= 1):
+            raise InvalidValue(
+                f"max_share={self.max_share!r}; it is a share of the whole, above 0 and at most 1"
+            )
         _check_inner(self.inner)
 
     def check_world(self, world: int) -> None:
-        """Alone, a rank has the whole, whatever ``most`` says."""
-        if self.most is not None and world > 1 and self.most * world < 1 - ROUNDING:
+        """Alone, a rank has the whole, whatever ``max_share`` says."""
+        if self.max_share is not None and world > 1 and self.max_share * world < 1 - ROUNDING:
             raise InvalidValue(
-                f"most={self.most:g} is not possible with {world} ranks, whose shares add up to 1; use at "
+                f"max_share={self.max_share:g} is not possible with {world} ranks, whose shares add up to "
+                f"1; use at "
                 f"least 1/{world}"
             )
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
         mine = self._asked.mine(bucket)
-        if type(self.inner) is Mean and self.most is None and not _narrowed(bucket):
+        if type(self.inner) is Mean and self.max_share is None and not _narrowed(bucket):
             return Reduced(await _in_one_message(bucket, mine))
         flat = bucket.flat
         factor = await self._factor(bucket, mine)
@@ -83,7 +88,7 @@ class WeightedMean(Strategy):
             raise _nobody_counts(bucket, 0.0)
         if not mine.weight:
             return 0.0
-        share = shares(weights, self.most)[bucket.rank]
+        share = shares(weights, self.max_share)[bucket.rank]
         return share * bucket.divisor() * (mine.times / mine.weight)
 
 
@@ -127,7 +132,7 @@ def _check_bucket(bucket: Bucket) -> None:
         )
     if bucket.feedback:
         raise InvalidValue(
-            "feedback outside of WeightedMean would weigh what is owed by a later step's weights; "
+            "feedback outside of WeightedMean would weigh the residual by a later step's weights; "
             "put it inside: WeightedMean(weight, ErrorFeedback(...))"
         )
 

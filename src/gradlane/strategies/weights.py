@@ -89,32 +89,36 @@ def _takes_one_argument(function: Callable[..., float]) -> bool:
 ROUNDING = 1e-9
 
 
-def shares(weights: Sequence[float], most: float | None = None) -> list[float]:
+def shares(weights: Sequence[float], max_share: float | None = None) -> list[float]:
     """Each rank's part of the whole; the parts add up to 1. At least one weight is above 0.
 
-    With ``most`` no part is larger than that: weights above a common level count as the level, which is the
-    highest that keeps to it (water-filling, from above). Where fewer than 1 / ``most`` ranks have a weight
+    With ``max_share`` no part is larger than that: weights above a common level count as the level, which
+    is the
+    highest that keeps to it (water-filling, from above). Where fewer than 1 / ``max_share`` ranks have a
+    weight
     that cannot be; they count the same then. Only the weights decide, not the order of the ranks.
     """
-    if most is None:
+    if max_share is None:
         total = math.fsum(weights)
         return [weight / total for weight in weights]
-    level = _level([weight for weight in weights if weight > 0], most)
+    level = _level([weight for weight in weights if weight > 0], max_share)
     cut = [min(weight, level) for weight in weights]
     total = math.fsum(cut)
     return [weight / total for weight in cut]
 
 
-def _level(weights: list[float], most: float) -> float:
-    """With m weights cut and a rest R of the others, level = most * (R + m * level)."""
-    if len(weights) * most <= 1 + ROUNDING:
+def _level(weights: list[float], max_share: float) -> float:
+    """With m weights cut and a rest R of the others, level = max_share * (R + m * level)."""
+    if len(weights) * max_share <= 1 + ROUNDING:
         return min(weights)
     weights = sorted(weights, reverse=True)
     level = weights[0]
     for cut, largest_left in enumerate(weights):
-        if cut * most >= 1 - ROUNDING:  # so many have no more than their share at any level: at their own
+        if (
+            cut * max_share >= 1 - ROUNDING
+        ):  # so many have no more than their share at any level: at their own
             return weights[cut - 1]
-        level = most * math.fsum(weights[cut:]) / (1 - cut * most)
+        level = max_share * math.fsum(weights[cut:]) / (1 - cut * max_share)
         if largest_left <= level:
             break
     return level

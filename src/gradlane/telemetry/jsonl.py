@@ -12,7 +12,7 @@ from .._version import __version__
 from ..core.events import Event, StepTimes
 from ..errors import InvalidValue, WrongState
 from ..log import log
-from .sink import Run, Sink
+from .sink import RunInfo, Sink
 
 FORMAT = 1
 FLUSH_SECONDS = 1.0
@@ -31,7 +31,7 @@ class JsonLines(Sink):
         self._layouts: dict[int, tuple[str, ...]] = {}
         self._flushed = 0.0
 
-    def opened(self, run: Run) -> None:
+    def opened(self, run: RunInfo) -> None:
         if self._file is not None:
             raise WrongState(f"{self.path} is written by another attachment; give each its own JsonLines")
         if run.world > 1 and "{rank}" not in str(self.path):

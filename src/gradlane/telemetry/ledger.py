@@ -14,7 +14,7 @@ from ..core.collectives import Note
 from ..core.events import Event, StepTimes
 from ..errors import GradlaneError, RanksDisagree
 from ..log import log
-from .sink import Observer, Run, Sink
+from .sink import Observer, RunInfo, Sink
 
 Figures = dict[str, "Tensor | float"]
 
@@ -52,7 +52,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     @contextmanager
-    def opening(self, run: Run) -> Iterator[str]:
+    def opening(self, run: RunInfo) -> Iterator[str]:
         """Opens the sinks; for the ranks to compare, "ready" or what is wrong here.
 
         The error itself is raised at the end, when the other ranks know.

@@ -12,7 +12,7 @@ Observer = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInfo:
     """What a sink may want to know before the first event."""
 
     rank: int
@@ -23,7 +23,7 @@ class Run:
 class Sink:
     """An observer that also hears of steps, and has an end. Every method may stay as it is."""
 
-    def opened(self, run: Run) -> None:
+    def opened(self, run: RunInfo) -> None:
         """At ``attach``, before the first event."""
 
     def __call__(self, event: Event) -> None:

@@ -1,24 +1,24 @@
-/* A debt that is kept in bfloat16: included once for each level, after products.h. */
+/* A residual that is kept in bfloat16: included once for each level, after products.h. */
 
-#define PIECE_OF_DEBT 256 /* columns that stay in the first cache */
+#define PIECE_OF_RESIDUAL 256 /* columns that stay in the first cache */
 
-/* g += owed */
-TARGET static void NAME(add_debt_part)(void *argument, int part, int parts) {
-    const Debt *job = argument;
+/* g += residual */
+TARGET static void NAME(add_residual_part)(void *argument, int part, int parts) {
+    const NarrowResidual *job = argument;
     const int64_t last = share_of(job->b, SHARE, part + 1, parts);
-    for (int64_t from = share_of(job->b, SHARE, part, parts); from < last; from += PIECE_OF_DEBT) {
-        const int64_t size = last - from < PIECE_OF_DEBT ? last - from : PIECE_OF_DEBT;
+    for (int64_t from = share_of(job->b, SHARE, part, parts); from < last; from += PIECE_OF_RESIDUAL) {
+        const int64_t size = last - from < PIECE_OF_RESIDUAL ? last - from : PIECE_OF_RESIDUAL;
         float *restrict g = job->sum + from;
-        const uint16_t *restrict owed = job->owed + from;
+        const uint16_t *restrict residual = job->residual + from;
         fetch_ahead(g, size);
         for (int64_t j = 0; j < size; j += 32)
-            __builtin_prefetch((const void *)((uintptr_t)(owed + j) + AHEAD * sizeof *owed));
-        for (int64_t j = 0; j < size; j++) g[j] += widened(owed[j]);
+            __builtin_prefetch((const void *)((uintptr_t)(residual + j) + AHEAD * sizeof *residual));
+        for (int64_t j = 0; j < size; j++) g[j] += widened(residual[j]);
     }
 }
 
 /* x -= the products of up to four ranks, k of them done before */
-TARGET INLINE void NAME(take_off)(float *restrict x, const Debt *job, int64_t i, int64_t from, int64_t k, int64_t size,
+TARGET INLINE void NAME(take_off)(float *restrict x, const NarrowResidual *job, int64_t i, int64_t from, int64_t k, int64_t size,
                                   const int ranks) {
     const float *restrict q = job->q + k * job->b + from, *restrict p = job->p + k * job->a + i;
     const int64_t a = job->a, b = job->b;
@@ -32,12 +32,12 @@ TARGET INLINE void NAME(take_off)(float *restrict x, const Debt *job, int64_t i,
     }
 }
 
-/* left = m - p^T q, rounded once; what was owed stays where that is not finite, or too large for bfloat16. */
-TARGET INLINE void NAME(leave_piece)(const Debt *job, int64_t i, int64_t from, int64_t size) {
+/* left = m - p^T q, rounded once; the old residual stays where that is not finite, or too large for bfloat16. */
+TARGET INLINE void NAME(leave_piece)(const NarrowResidual *job, int64_t i, int64_t from, int64_t size) {
     const int64_t at = i * job->b + from;
     const float *restrict m = job->m + at;
-    float x[PIECE_OF_DEBT];
-    uint16_t narrow[PIECE_OF_DEBT];
+    float x[PIECE_OF_RESIDUAL];
+    uint16_t narrow[PIECE_OF_RESIDUAL];
     fetch_ahead(m, size);
     for (int64_t j = 0; j < size; j++) x[j] = m[j];
     int64_t k = 0;
@@ -53,14 +53,14 @@ TARGET INLINE void NAME(leave_piece)(const Debt *job, int64_t i, int64_t from, i
     }
     if (most >= TOO_LARGE)
         for (int64_t j = 0; j < size; j++)
-            if ((bits_of(x[j]) & NO_SIGN) >= TOO_LARGE) narrow[j] = job->owed[at + j];
+            if ((bits_of(x[j]) & NO_SIGN) >= TOO_LARGE) narrow[j] = job->residual[at + j];
     memcpy(job->left + at, narrow, (size_t)size * sizeof *narrow);
 }
 
-TARGET static void NAME(leave_debt_part)(void *argument, int part, int parts) {
-    const Debt *job = argument;
+TARGET static void NAME(subtract_product_part)(void *argument, int part, int parts) {
+    const NarrowResidual *job = argument;
     const int64_t last = share_of(job->a, ROWS, part + 1, parts);
     for (int64_t i = share_of(job->a, ROWS, part, parts); i < last; i++)
-        for (int64_t from = 0; from < job->b; from += PIECE_OF_DEBT)
-            NAME(leave_piece)(job, i, from, job->b - from < PIECE_OF_DEBT ? job->b - from : PIECE_OF_DEBT);
+        for (int64_t from = 0; from < job->b; from += PIECE_OF_RESIDUAL)
+            NAME(leave_piece)(job, i, from, job->b - from < PIECE_OF_RESIDUAL ? job->b - from : PIECE_OF_RESIDUAL);
 }

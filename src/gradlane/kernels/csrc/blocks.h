@@ -13,12 +13,12 @@ TARGET INLINE uint32_t NAME(largest)(const float *restrict p, int64_t block) {
     return (uint32_t)most;
 }
 
-/* p = x + owed, and the largest magnitude of it. */
-TARGET INLINE uint32_t NAME(add_up)(const float *restrict x, const float *restrict owed, int64_t block,
+/* p = x + residual, and the largest magnitude of it. */
+TARGET INLINE uint32_t NAME(add_up)(const float *restrict x, const float *restrict residual, int64_t block,
                                     float *restrict p) {
     int32_t most = 0;
     for (int64_t i = 0; i < block; i++) {
-        float sum = x[i] + owed[i];
+        float sum = x[i] + residual[i];
         int32_t bits = (int32_t)(bits_of(sum) & NO_SIGN);
         most = bits > most ? bits : most;
         p[i] = sum;
@@ -341,31 +341,31 @@ TARGET static void NAME(decode_block)(const Blocks *job, const uint8_t *codes, c
 }
 
 /* The common case in two passes: a full block of integers, to the nearest, with feedback. */
-TARGET static void NAME(encode_left)(const Blocks *job, const float *x, const float *owed, float *left,
+TARGET static void NAME(encode_left)(const Blocks *job, const float *x, const float *residual, float *left,
                                      uint8_t *codes, float *side, float *sums, float *spare) {
     const int64_t block = job->block;
     float inverse;
-    uint32_t most = NAME(add_up)(x, owed, block, sums);
+    uint32_t most = NAME(add_up)(x, residual, block, sums);
     uint8_t *bytes = job->form == INT8 ? codes : (uint8_t *)spare;
     if (!NAME(scale)(most, job->top, &inverse, side)) {
         memset(codes, 0, (size_t)job->code_bytes);
-        keep(left, *side == *side ? sums : owed, block);
+        keep(left, *side == *side ? sums : residual, block);
         return;
     }
     for (int64_t i = 0; i < block; i += 32) {
         fetch_ahead(x + i, 32);
-        fetch_ahead(owed + i, 32);
+        fetch_ahead(residual + i, 32);
         NAME(nearest_left)(sums + i, 32, inverse, *side, bytes + i, left + i);
     }
     if (job->form == INT4) NAME(pack4)(bytes, block, codes);
     if (job->form == INT2) NAME(pack2)(bytes, block, codes);
 }
 
-/* sums = x + owed, and the first step of the sum of magnitudes. */
-TARGET INLINE void NAME(add_halves)(const float *restrict x, const float *restrict owed, int64_t half,
+/* sums = x + residual, and the first step of the sum of magnitudes. */
+TARGET INLINE void NAME(add_halves)(const float *restrict x, const float *restrict residual, int64_t half,
                                     float *restrict sums, float *restrict tree) {
     for (int64_t i = 0; i < half; i++) {
-        float low = x[i] + owed[i], high = x[i + half] + owed[i + half];
+        float low = x[i] + residual[i], high = x[i + half] + residual[i + half];
         sums[i] = low;
         sums[i + half] = high;
         tree[i] = float_of(bits_of(low) & NO_SIGN) + float_of(bits_of(high) & NO_SIGN);
@@ -373,38 +373,38 @@ TARGET INLINE void NAME(add_halves)(const float *restrict x, const float *restri
 }
 
 /* The same for signs. */
-TARGET static void NAME(signs_left)(const Blocks *job, const float *x, const float *owed, float *left, uint8_t *codes,
+TARGET static void NAME(signs_left)(const Blocks *job, const float *x, const float *residual, float *left, uint8_t *codes,
                                     uint16_t *side, float *sums, float *spare) {
     const int64_t block = job->block, half = block / 2;
-    NAME(add_halves)(x, owed, half, sums, spare);
+    NAME(add_halves)(x, residual, half, sums, spare);
     *side = mean_of(NAME(sum_of)(spare, half), block);
     const float scale = widened(*side); /* the rounded one: the others will see no other */
     for (int64_t i = 0; i < block; i += 32) {
         fetch_ahead(x + i, 32);
-        fetch_ahead(owed + i, 32);
+        fetch_ahead(residual + i, 32);
         NAME(marks)(sums + i, 32, 0, codes + i / 8);
         if (scale == scale) NAME(from_marks)(codes + i / 8, 32, scale, left + i, sums + i, LEFT);
     }
-    if (scale != scale) keep(left, owed, block);
+    if (scale != scale) keep(left, residual, block);
 }
 
 /* -- many blocks -------------------------------------------------------------------------------- */
 
-/* One block; `to`, which may be where owed is, takes what is left. */
+/* One block; `to`, which may be where residual is, takes what is left. */
 TARGET static void NAME(encode_one)(const Blocks *job, int64_t b, int64_t filled, float *to, Room *room) {
     const int64_t block = job->block, start = b * block;
-    const float *x = job->x + start, *p = x, *owed = to ? job->owed + start : NULL;
+    const float *x = job->x + start, *p = x, *residual = to ? job->residual + start : NULL;
     float *sums = room->sums, *spare = room->spare, *turned = room->turned;
-    if (owed && job->form <= SIGN && !job->flags && filled == block) {
+    if (residual && job->form <= SIGN && !job->flags && filled == block) {
         uint8_t *codes = job->codes + b * job->code_bytes;
         if (job->form == SIGN)
-            NAME(signs_left)(job, x, owed, to, codes, (uint16_t *)job->side + b, sums, spare);
+            NAME(signs_left)(job, x, residual, to, codes, (uint16_t *)job->side + b, sums, spare);
         else
-            NAME(encode_left)(job, x, owed, to, codes, (float *)job->side + b, sums, spare);
+            NAME(encode_left)(job, x, residual, to, codes, (float *)job->side + b, sums, spare);
         return;
     }
-    if (owed) {
-        for (int64_t i = 0; i < filled; i++) sums[i] = x[i] + owed[i];
+    if (residual) {
+        for (int64_t i = 0; i < filled; i++) sums[i] = x[i] + residual[i];
         p = sums;
     } else if (filled < block) {
         memcpy(sums, x, (size_t)filled * sizeof *x);
@@ -416,7 +416,7 @@ TARGET static void NAME(encode_one)(const Blocks *job, int64_t b, int64_t filled
         NAME(hadamard)(turned, block, job->norm);
     }
     fetch_ahead(x, block);
-    if (owed) fetch_ahead(owed, block);
+    if (residual) fetch_ahead(residual, block);
     /* Only a full block's codes fit in their place. */
     const int cut = filled < block && !(job->flags & ROTATE);
     uint8_t *codes = cut ? room->last : job->codes + b * job->code_bytes;
@@ -427,14 +427,14 @@ TARGET static void NAME(encode_one)(const Blocks *job, int64_t b, int64_t filled
         memcpy((uint8_t *)job->side + b * job->side_bytes, side,
                (size_t)(job->form == NATURAL ? (filled + 7) / 8 : job->side_bytes));
     }
-    if (!owed) return;
-    /* What is owed stays as it was where the sum is not finite, so that it never ceases to be. */
+    if (!residual) return;
+    /* The residual stays as it was where the sum is not finite, so that it never ceases to be. */
     if (filled == block && !(job->flags & ROTATE) && job->form != NATURAL) {
         const float scale = scale_at(job, side);
         if (scale == scale)
             NAME(decode_block)(job, codes, side, to, p, (int8_t *)spare, LEFT);
         else
-            keep(to, owed, block);
+            keep(to, residual, block);
         return;
     }
     NAME(decode_block)(job, codes, side, turned, NULL, (int8_t *)spare, SET);
@@ -444,7 +444,7 @@ TARGET static void NAME(encode_one)(const Blocks *job, int64_t b, int64_t filled
     }
     for (int64_t i = 0; i < filled; i++) {
         const float left = p[i] - turned[i];
-        to[i] = left == left ? left : owed[i];
+        to[i] = left == left ? left : residual[i];
     }
 }
 
@@ -454,7 +454,7 @@ TARGET static void NAME(encode_part)(void *argument, int part, int parts) {
     Room room;
     for (int64_t b = job->blocks * part / parts; b < job->blocks * (part + 1) / parts; b++) {
         const int64_t start = b * block, filled = job->n - start < block ? job->n - start : block;
-        float *left = job->owed ? job->left + start : NULL;
+        float *left = job->residual ? job->left + start : NULL;
         NAME(encode_one)(job, b, filled, job->past ? room.rest : left, &room);
         if (job->past) NAME(pass)(left, room.rest, filled);
     }

@@ -6,24 +6,24 @@
    compiled once for each level. */
 
 typedef struct {
-    const float *g, *owed, *p, *q;
-    float *left, *out;    /* left: what is owed afterwards, where that is asked for; it may be owed itself */
+    const float *g, *residual, *p, *q;
+    float *left, *out;    /* left: the residual afterwards, where that is asked for; it may be residual itself */
     float *factor, *to;   /* factor: the p or q to be computed; to: the same, from a tile's columns on */
     int64_t a, b, r, tile, room;     /* columns of a tile; elements of a part's spare memory */
     float *spare;
-    float *sum;     /* where g + owed is to be kept: g itself, or NULL */
+    float *sum;     /* where g + residual is to be kept: g itself, or NULL */
     int summed;     /* g is that sum already */
     int keep, past; /* keep: the sums of a whole tile stay in spare; past: write past the cache */
 } Product;
 
-/* The same with a debt in bfloat16: what is owed and what is left; m is the sum, or becomes it. */
+/* The same with a residual in bfloat16: the residual and what is left; m is the sum, or becomes it. */
 typedef struct {
     const float *m, *p, *q;
     float *sum;
-    const uint16_t *owed;
+    const uint16_t *residual;
     uint16_t *left;
     int64_t a, b, r;
-} Debt;
+} NarrowResidual;
 
 #define TOO_LARGE 0x7F7F8000u /* bits of the least number that bfloat16 rounds to infinity */
 #define ROWS 2        /* rows that share what is loaded of q */
@@ -149,19 +149,19 @@ static int level_with_fma(int level) {
 #endif
 }
 
-EXPORT void gradlane_project_rows(int level, int threads, float *g, const float *owed, const float *q, int64_t a,
+EXPORT void gradlane_project_rows(int level, int threads, float *g, const float *residual, const float *q, int64_t a,
                                   int64_t b, int64_t r, float *left, int summed, float *p) {
     level = level_with_fma(level);
-    Product job = {.g = g, .owed = owed, .q = q, .factor = p, .a = a, .b = b, .r = r, .left = left};
+    Product job = {.g = g, .residual = residual, .q = q, .factor = p, .a = a, .b = b, .r = r, .left = left};
     job.sum = summed ? g : NULL;
-    job.past = left != owed && a * b >= WORTH_PASSING;
+    job.past = left != residual && a * b >= WORTH_PASSING;
     spread(AT_LEVEL(level, rows_part), &job, threads_for(a * b, threads));
 }
 
-EXPORT int gradlane_project_columns(int level, int threads, const float *g, const float *owed, const float *p,
+EXPORT int gradlane_project_columns(int level, int threads, const float *g, const float *residual, const float *p,
                                     int64_t a, int64_t b, int64_t r, float *left, int summed, float *q) {
     level = level_with_fma(level);
-    Product job = {.g = g, .owed = owed, .p = p, .factor = q, .a = a, .b = b, .r = r, .left = left,
+    Product job = {.g = g, .residual = residual, .p = p, .factor = q, .a = a, .b = b, .r = r, .left = left,
                    .summed = summed};
     const int parts = threads_for(a * b, threads);
     job.tile = MOST_TILE;
@@ -172,7 +172,7 @@ EXPORT int gradlane_project_columns(int level, int threads, const float *g, cons
     }
     job.room = job.tile * (job.keep && a > DEEP ? a : DEEP);
     /* The rows of a tile lie apart in g, too many of them in the same sets of the cache; in spare they do not. */
-    if ((summed ? job.keep : owed != NULL) && !(job.spare = aligned_alloc(64, (size_t)(parts * job.room) * sizeof(float)))) return -1;
+    if ((summed ? job.keep : residual != NULL) && !(job.spare = aligned_alloc(64, (size_t)(parts * job.room) * sizeof(float)))) return -1;
     spread(AT_LEVEL(level, columns_part), &job, parts);
     free(job.spare);
     return 0;
@@ -186,19 +186,19 @@ EXPORT void gradlane_expand(int level, int threads, const float *p, const float 
     spread(AT_LEVEL(level, expand_part), &job, threads_for(a * b, threads));
 }
 
-/* g += owed, which is bfloat16. */
-EXPORT void gradlane_add_debt(int level, int threads, float *g, const uint16_t *owed, int64_t n) {
+/* g += residual, which is bfloat16. */
+EXPORT void gradlane_add_residual(int level, int threads, float *g, const uint16_t *residual, int64_t n) {
     level = level_with_fma(level);
-    Debt job = {.sum = g, .owed = owed, .b = n};
-    spread(AT_LEVEL(level, add_debt_part), &job, threads_for(n, threads));
+    NarrowResidual job = {.sum = g, .residual = residual, .b = n};
+    spread(AT_LEVEL(level, add_residual_part), &job, threads_for(n, threads));
 }
 
-/* left = m - p^T q in bfloat16; left may be owed itself. */
-EXPORT void gradlane_leave_debt(int level, int threads, const float *m, const float *p, const float *q, int64_t a,
-                                int64_t b, int64_t r, const uint16_t *owed, uint16_t *left) {
+/* left = m - p^T q in bfloat16; left may be residual itself. */
+EXPORT void gradlane_subtract_product(int level, int threads, const float *m, const float *p, const float *q, int64_t a,
+                                int64_t b, int64_t r, const uint16_t *residual, uint16_t *left) {
     level = level_with_fma(level);
-    Debt job = {.m = m, .p = p, .q = q, .a = a, .b = b, .r = r, .owed = owed, .left = left};
-    spread(AT_LEVEL(level, leave_debt_part), &job, threads_for(a * b, threads));
+    NarrowResidual job = {.m = m, .p = p, .q = q, .a = a, .b = b, .r = r, .residual = residual, .left = left};
+    spread(AT_LEVEL(level, subtract_product_part), &job, threads_for(a * b, threads));
 }
 
 /* 1: done; 0: p is not finite and stays as it was; -1: no memory. */

@@ -26,8 +26,8 @@ enum { SET, ADD, LEFT }; /* out = value, out += value, out = from - value */
 
 typedef struct {
     int form, flags, add, past; /* past: what is left is written past the cache */
-    const float *x, *owed;
-    float *left, *out; /* left: what is owed afterwards; it may be owed itself */
+    const float *x, *residual;
+    float *left, *out; /* left: the residual afterwards; it may be residual itself */
     int64_t n, block, blocks, code_bytes, side_bytes;
     Keys keys;
     float top, norm, factor; /* the last for every scale that is read */
@@ -49,7 +49,7 @@ typedef struct {
 } Found;
 
 typedef struct {
-    const float *x, *owed;
+    const float *x, *residual;
     float *left;
     int64_t n, start;
     uint32_t threshold;
@@ -103,9 +103,9 @@ INLINE float scale_at(const Blocks *job, const void *side) {
     return job->form == NATURAL ? 0.0f : job->form == SIGN ? widened(*(const uint16_t *)side) : *(const float *)side;
 }
 
-/* A debt that stays as it was: nothing to do where it is settled in place. */
-INLINE void keep(float *left, const float *owed, int64_t count) {
-    if (left != owed) memcpy(left, owed, (size_t)count * sizeof *left);
+/* A residual that stays as it was: nothing to do where it is settled in place. */
+INLINE void keep(float *left, const float *residual, int64_t count) {
+    if (left != residual) memcpy(left, residual, (size_t)count * sizeof *left);
 }
 
 #define NAME(name) name##_portable
@@ -188,13 +188,13 @@ static void run_blocks(Work work, Blocks *job, int threads, float *signs) {
     spread(work, job, threads_for(job->n, threads));
 }
 
-EXPORT void gradlane_encode_blocks(int level, int threads, int form, int flags, const float *x, const float *owed,
+EXPORT void gradlane_encode_blocks(int level, int threads, int form, int flags, const float *x, const float *residual,
                                    float *left, int64_t n, int64_t block, uint32_t first, uint32_t second,
                                    uint8_t *codes, void *side) {
     float signs[MOST_BLOCK];
-    Blocks job = {.form = form, .flags = flags, .x = x, .owed = owed, .left = left, .n = n, .block = block,
+    Blocks job = {.form = form, .flags = flags, .x = x, .residual = residual, .left = left, .n = n, .block = block,
                   .keys = {first, second}, .factor = 1.0f, .codes = codes, .side = side};
-    job.past = left != owed && n >= WORTH_PASSING;
+    job.past = left != residual && n >= WORTH_PASSING;
     run_blocks(AT_LEVEL(level, encode_part), &job, threads, signs);
 }
 

@@ -5,16 +5,16 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-/* m = g + owed at one place; n of LANES elements, where it is the end of a row. */
-TARGET INLINE VEC NAME(sum_at)(const float *g, const float *owed, int64_t at) {
+/* m = g + residual at one place; n of LANES elements, where it is the end of a row. */
+TARGET INLINE VEC NAME(sum_at)(const float *g, const float *residual, int64_t at) {
     VEC m = NAME(load)(g + at);
-    if (owed) m += NAME(load)(owed + at);
+    if (residual) m += NAME(load)(residual + at);
     return m;
 }
 
-TARGET INLINE VEC NAME(sum_part)(const float *g, const float *owed, int64_t at, int64_t n) {
+TARGET INLINE VEC NAME(sum_part)(const float *g, const float *residual, int64_t at, int64_t n) {
     VEC m = NAME(load_part)(g + at, n);
-    if (owed) m += NAME(load_part)(owed + at, n);
+    if (residual) m += NAME(load_part)(residual + at, n);
     return m;
 }
 
@@ -29,11 +29,11 @@ TARGET INLINE float NAME(across)(VEC v) {
 /* -- along rows ----------------------------------------------------------------------------------- */
 
 /* p[k, i] for a few ranks of a few rows, over columns [from, to); added to what is there unless from is 0. */
-TARGET INLINE void NAME(dots)(const Product *job, const float *owed, float *sum, int64_t i, int64_t k, int64_t from,
+TARGET INLINE void NAME(dots)(const Product *job, const float *residual, float *sum, int64_t i, int64_t k, int64_t from,
                               int64_t to, const int rows, const int ranks) {
     const int64_t b = job->b, whole = from + (to - from) / LANES * LANES;
     const float *g = job->g + i * b, *q = job->q + k * b;
-    if (owed) owed += i * b;
+    if (residual) residual += i * b;
     if (sum) sum += i * b;
     VEC sums[4][4], factor[4];
     UNROLL for (int x = 0; x < rows; x++)
@@ -43,9 +43,9 @@ TARGET INLINE void NAME(dots)(const Product *job, const float *owed, float *sum,
         UNROLL for (int x = 0; x < rows; x++) {
             if (!k && j % 16 == 0) {
                 fetch_ahead(g + x * b + j, 16);
-                if (owed) fetch_ahead(owed + x * b + j, 16);
+                if (residual) fetch_ahead(residual + x * b + j, 16);
             }
-            const VEC m = NAME(sum_at)(g, owed, x * b + j);
+            const VEC m = NAME(sum_at)(g, residual, x * b + j);
             if (sum) NAME(store)(sum + x * b + j, m);
             UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(madd)(m, factor[y], sums[x][y]);
         }
@@ -53,7 +53,7 @@ TARGET INLINE void NAME(dots)(const Product *job, const float *owed, float *sum,
     if (whole < to) {
         UNROLL for (int y = 0; y < ranks; y++) factor[y] = NAME(load_part)(q + y * b + whole, to - whole);
         UNROLL for (int x = 0; x < rows; x++) {
-            const VEC m = NAME(sum_part)(g, owed, x * b + whole, to - whole);
+            const VEC m = NAME(sum_part)(g, residual, x * b + whole, to - whole);
             if (sum) NAME(store_part)(sum + x * b + whole, to - whole, m);
             UNROLL for (int y = 0; y < ranks; y++) sums[x][y] = NAME(madd)(m, factor[y], sums[x][y]);
         }
@@ -65,27 +65,27 @@ TARGET INLINE void NAME(dots)(const Product *job, const float *owed, float *sum,
         }
 }
 
-/* With `sum` the first group of ranks leaves g + owed there, which is g: the others find it. */
-TARGET INLINE void NAME(dots_of)(const Product *job, const float *owed, float *sum, int64_t i, int64_t from, int64_t to,
+/* With `sum` the first group of ranks leaves g + residual there, which is g: the others find it. */
+TARGET INLINE void NAME(dots_of)(const Product *job, const float *residual, float *sum, int64_t i, int64_t from, int64_t to,
                                  const int rows) {
     int64_t k = job->r < 4 ? job->r < 2 ? 1 : 2 : 4;
     if (k == 4)
-        NAME(dots)(job, owed, sum, i, 0, from, to, rows, 4);
+        NAME(dots)(job, residual, sum, i, 0, from, to, rows, 4);
     else if (k == 2)
-        NAME(dots)(job, owed, sum, i, 0, from, to, rows, 2);
+        NAME(dots)(job, residual, sum, i, 0, from, to, rows, 2);
     else
-        NAME(dots)(job, owed, sum, i, 0, from, to, rows, 1);
-    if (sum) owed = NULL;
-    for (; k + 4 <= job->r; k += 4) NAME(dots)(job, owed, NULL, i, k, from, to, rows, 4);
-    if (job->r - k >= 2) NAME(dots)(job, owed, NULL, i, k, from, to, rows, 2), k += 2;
-    if (job->r - k) NAME(dots)(job, owed, NULL, i, k, from, to, rows, 1);
+        NAME(dots)(job, residual, sum, i, 0, from, to, rows, 1);
+    if (sum) residual = NULL;
+    for (; k + 4 <= job->r; k += 4) NAME(dots)(job, residual, NULL, i, k, from, to, rows, 4);
+    if (job->r - k >= 2) NAME(dots)(job, residual, NULL, i, k, from, to, rows, 2), k += 2;
+    if (job->r - k) NAME(dots)(job, residual, NULL, i, k, from, to, rows, 1);
 }
 
 /* to = m - the sum of p[k] * q[k], at `vectors` places (or for the first n elements of one); m comes in `left`,
-   the first p[k], with the other sign, in `parts`. Where that is not finite, what was owed stays; it never ceases
+   the first p[k], with the other sign, in `parts`. Where that is not finite, the old residual stays; it never ceases
    to be. `past`: written past the cache, to the beginning of a line. */
 TARGET INLINE void NAME(settle)(const Product *job, const VEC *parts, const float *p, const float *q, VEC *left,
-                                const float *owed, float *to, int64_t n, const int ranks, const int vectors, const int past) {
+                                const float *residual, float *to, int64_t n, const int ranks, const int vectors, const int past) {
     UNROLL for (int k = 0; k < ranks; k++)
         UNROLL for (int v = 0; v < vectors; v++) {
             const float *at = q + k * job->b + v * LANES;
@@ -104,7 +104,7 @@ TARGET INLINE void NAME(settle)(const Product *job, const VEC *parts, const floa
             float lanes[LANES];
             NAME(store)(lanes, left[v]);
             for (int64_t i = 0; i < (n ? n : LANES); i++)
-                here[i] = (bits_of(lanes[i]) & NO_SIGN) < INFINITE ? lanes[i] : owed[v * LANES + i];
+                here[i] = (bits_of(lanes[i]) & NO_SIGN) < INFINITE ? lanes[i] : residual[v * LANES + i];
         } else if (n) {
             NAME(store_part)(here, n, left[v]);
         } else if (past) {
@@ -117,7 +117,7 @@ TARGET INLINE void NAME(settle)(const Product *job, const VEC *parts, const floa
 
 /* A piece of a row; m is x + add, or x alone. */
 TARGET INLINE void NAME(settle_piece)(const Product *job, const float *p, const float *q, const float *x,
-                                      const float *add, const float *owed, float *to, int64_t size, const int ranks,
+                                      const float *add, const float *residual, float *to, int64_t size, const int ranks,
                                       const int past) {
     VEC parts[4], left[4];
     int64_t j = 0, n;
@@ -126,36 +126,36 @@ TARGET INLINE void NAME(settle_piece)(const Product *job, const float *p, const 
         for (const int64_t head = to_next_line(to, size); j < head; j += n) {
             n = head - j < LANES ? head - j : LANES;
             left[0] = NAME(sum_part)(x, add, j, n);
-            NAME(settle)(job, parts, p, q + j, left, owed + j, to + j, n, ranks, 1, 0);
+            NAME(settle)(job, parts, p, q + j, left, residual + j, to + j, n, ranks, 1, 0);
         }
     for (; j + 4 * LANES <= size; j += 4 * LANES) {
         UNROLL for (int v = 0; v < 4; v++) left[v] = NAME(sum_at)(x, add, j + v * LANES);
-        NAME(settle)(job, parts, p, q + j, left, owed + j, to + j, 0, ranks, 4, past);
+        NAME(settle)(job, parts, p, q + j, left, residual + j, to + j, 0, ranks, 4, past);
     }
     for (; j < size; j += n) {
         n = size - j < LANES ? size - j : LANES;
         left[0] = NAME(sum_part)(x, add, j, n);
-        NAME(settle)(job, parts, p, q + j, left, owed + j, to + j, n, ranks, 1, 0);
+        NAME(settle)(job, parts, p, q + j, left, residual + j, to + j, n, ranks, 1, 0);
     }
 }
 
 TARGET INLINE void NAME(settle_row)(const Product *job, const float *p, const float *q, const float *x,
-                                    const float *add, const float *owed, float *to, int64_t size, const int past) {
+                                    const float *add, const float *residual, float *to, int64_t size, const int past) {
     if (job->r >= 4)
-        NAME(settle_piece)(job, p, q, x, add, owed, to, size, 4, past);
+        NAME(settle_piece)(job, p, q, x, add, residual, to, size, 4, past);
     else if (job->r >= 2)
-        NAME(settle_piece)(job, p, q, x, add, owed, to, size, 2, past);
+        NAME(settle_piece)(job, p, q, x, add, residual, to, size, 2, past);
     else
-        NAME(settle_piece)(job, p, q, x, add, owed, to, size, 1, past);
+        NAME(settle_piece)(job, p, q, x, add, residual, to, size, 1, past);
 }
 
-TARGET INLINE void NAME(rows_of)(const Product *job, const float *owed, float *sum, int64_t i, const int rows,
+TARGET INLINE void NAME(rows_of)(const Product *job, const float *residual, float *sum, int64_t i, const int rows,
                                  const int past) {
     for (int64_t from = 0; from < job->b || !from; from += STRETCH)
-        NAME(dots_of)(job, owed, sum, i, from, job->b - from < STRETCH ? job->b : from + STRETCH, rows);
+        NAME(dots_of)(job, residual, sum, i, from, job->b - from < STRETCH ? job->b : from + STRETCH, rows);
     if (job->left)
         for (int64_t x = i; x < i + rows; x++)
-            NAME(settle_row)(job, job->factor + x, job->q, job->g + x * job->b, owed + x * job->b, owed + x * job->b,
+            NAME(settle_row)(job, job->factor + x, job->q, job->g + x * job->b, residual + x * job->b, residual + x * job->b,
                              job->left + x * job->b, job->b, past);
 }
 
@@ -163,13 +163,13 @@ TARGET static void NAME(rows_part)(void *argument, int part, int parts) {
     const Product *job = argument;
     int64_t i = share_of(job->a, ROWS, part, parts);
     const int64_t end = share_of(job->a, ROWS, part + 1, parts);
-    if (job->owed && job->sum)
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, job->sum, i, ROWS, 0);
-    else if (job->owed && job->past)
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, NULL, i, ROWS, 1);
-    if (job->owed) {
-        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->owed, NULL, i, ROWS, 0);
-        for (; i < end; i++) NAME(rows_of)(job, job->owed, job->sum, i, 1, 0);
+    if (job->residual && job->sum)
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->residual, job->sum, i, ROWS, 0);
+    else if (job->residual && job->past)
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->residual, NULL, i, ROWS, 1);
+    if (job->residual) {
+        for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, job->residual, NULL, i, ROWS, 0);
+        for (; i < end; i++) NAME(rows_of)(job, job->residual, job->sum, i, 1, 0);
     } else {
         for (; i + ROWS <= end; i += ROWS) NAME(rows_of)(job, NULL, NULL, i, ROWS, 0);
         for (; i < end; i++) NAME(rows_of)(job, NULL, NULL, i, 1, 0);
@@ -180,8 +180,8 @@ TARGET static void NAME(rows_part)(void *argument, int part, int parts) {
 /* -- along columns -------------------------------------------------------------------------------- */
 
 /* q[k, j] += p[k, i] m[i, j] for a few ranks, `count` rows and `vectors` places (or the first n elements of one).
-   With owed, m is g + owed; it goes into `sums` as well. `fetch`: the rows that come next are asked for. */
-TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float *owed, int64_t stride, float *sums,
+   With residual, m is g + residual; it goes into `sums` as well. `fetch`: the rows that come next are asked for. */
+TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float *residual, int64_t stride, float *sums,
                                 int64_t i, int64_t count, int64_t k, int64_t j, int64_t n, const int ranks,
                                 const int vectors, const int fetch) {
     const float *p = job->p + k * job->a + i;
@@ -191,10 +191,10 @@ TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float 
     for (int64_t x = 0; x < count; x++) {
         const int64_t at = x * stride + j, ahead = at + DEEP * stride;
         UNROLL for (int v = 0; v < vectors; v++) {
-            m[v] = n ? NAME(sum_part)(g, owed, at, n) : NAME(sum_at)(g, owed, at + v * LANES);
+            m[v] = n ? NAME(sum_part)(g, residual, at, n) : NAME(sum_at)(g, residual, at + v * LANES);
             if (fetch && v * LANES % 16 == 0) {
                 __builtin_prefetch((const void *)((uintptr_t)g + (uintptr_t)(ahead + v * LANES) * 4));
-                if (owed) __builtin_prefetch((const void *)((uintptr_t)owed + (uintptr_t)(ahead + v * LANES) * 4));
+                if (residual) __builtin_prefetch((const void *)((uintptr_t)residual + (uintptr_t)(ahead + v * LANES) * 4));
             }
             if (sums) NAME(store)(sums + x * job->tile + j + v * LANES, m[v]); /* there is room for whole vectors */
         }
@@ -213,30 +213,30 @@ TARGET INLINE void NAME(gather)(const Product *job, const float *g, const float 
         }
 }
 
-/* The same for all ranks, in groups of 4, 2 and 1; after the first, g + owed is found in `sums`. */
-TARGET INLINE void NAME(gather_all)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
+/* The same for all ranks, in groups of 4, 2 and 1; after the first, g + residual is found in `sums`. */
+TARGET INLINE void NAME(gather_all)(const Product *job, const float *g, const float *residual, float *sums, int64_t i,
                                     int64_t count, int64_t j, int64_t n, const int vectors) {
     const float *m = sums ? sums : g;
     const int64_t r = job->r, b = job->b, stride = sums ? job->tile : b;
     int64_t k = r < 4 ? r < 2 ? 1 : 2 : 4;
     if (k == 4)
-        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 4, vectors, 1);
+        NAME(gather)(job, g, residual, b, sums, i, count, 0, j, n, 4, vectors, 1);
     else if (k == 2)
-        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 2, vectors, 1);
+        NAME(gather)(job, g, residual, b, sums, i, count, 0, j, n, 2, vectors, 1);
     else
-        NAME(gather)(job, g, owed, b, sums, i, count, 0, j, n, 1, vectors, 1);
+        NAME(gather)(job, g, residual, b, sums, i, count, 0, j, n, 1, vectors, 1);
     for (; k + 4 <= r; k += 4) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 4, vectors, 0);
     if (r - k >= 2) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 2, vectors, 0), k += 2;
     if (r - k) NAME(gather)(job, m, NULL, stride, NULL, i, count, k, j, n, 1, vectors, 0);
 }
 
-TARGET INLINE void NAME(gather_rows)(const Product *job, const float *g, const float *owed, float *sums, int64_t i,
+TARGET INLINE void NAME(gather_rows)(const Product *job, const float *g, const float *residual, float *sums, int64_t i,
                                      int64_t count, int64_t size) {
     int64_t j = 0, n;
-    for (; j + 4 * LANES <= size; j += 4 * LANES) NAME(gather_all)(job, g, owed, sums, i, count, j, 0, 4);
+    for (; j + 4 * LANES <= size; j += 4 * LANES) NAME(gather_all)(job, g, residual, sums, i, count, j, 0, 4);
     for (; j < size; j += n) {
         n = size - j < LANES ? size - j : LANES;
-        NAME(gather_all)(job, g, owed, sums, i, count, j, n, 1);
+        NAME(gather_all)(job, g, residual, sums, i, count, j, n, 1);
     }
 }
 
@@ -256,19 +256,19 @@ TARGET static void NAME(columns_part)(void *argument, int part, int parts) {
             if (sums && job->summed)
                 NAME(gather_rows)(job, job->g + i * b + from, NULL, here, i, count, size);
             else if (sums)
-                NAME(gather_rows)(job, job->g + i * b + from, job->owed + i * b + from, here, i, count, size);
+                NAME(gather_rows)(job, job->g + i * b + from, job->residual + i * b + from, here, i, count, size);
             else
                 NAME(gather_rows)(job, job->g + i * b + from, NULL, NULL, i, count, size);
         }
         for (int64_t i = 0; job->left && i < a; i++) {
-            const float *owed = job->owed + i * b + from;
+            const float *residual = job->residual + i * b + from;
             float *left = job->left + i * b + from;
             if (job->keep)
-                NAME(settle_row)(job, job->p + i, own.to, sums + i * tile, NULL, owed, left, size, 1);
+                NAME(settle_row)(job, job->p + i, own.to, sums + i * tile, NULL, residual, left, size, 1);
             else if (job->summed)
-                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, NULL, owed, left, size, 0);
+                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, NULL, residual, left, size, 0);
             else
-                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, owed, owed, left, size, 0);
+                NAME(settle_row)(job, job->p + i, own.to, job->g + i * b + from, residual, residual, left, size, 0);
         }
     }
     NAME(fence)();

@@ -20,22 +20,22 @@ TARGET INLINE void NAME(take)(const Pick *job, Found *found, int64_t place, floa
 
 /* The same where `left` was written as if every number had found room, and were finite. */
 TARGET INLINE void NAME(take_passed)(const Pick *job, Found *found, int64_t place) {
-    const float number = job->x[place] + job->owed[place];
+    const float number = job->x[place] + job->residual[place];
     const int broken = (bits_of(number) & NO_SIGN) >= INFINITE, full = found->count++ >= found->room;
     if (!full) NAME(note)(found, place, number);
     if (broken) found->broken = 1;
     if (broken || full) job->left[place] = full ? number : NAME(stays)(job, number);
 }
 
-/* Which of 64 elements reach the threshold, as bits; with `add`, left = x + owed is looked at. */
-TARGET INLINE uint64_t NAME(reach)(const float *x, const float *owed, float *left, const int add, int32_t below) {
+/* Which of 64 elements reach the threshold, as bits; with `add`, left = x + residual is looked at. */
+TARGET INLINE uint64_t NAME(reach)(const float *x, const float *residual, float *left, const int add, int32_t below) {
     uint64_t hits = 0;
 #if WIDE
     const __m256i no_sign = _mm256_set1_epi32((int32_t)NO_SIGN), limit = _mm256_set1_epi32(below);
     for (int lane = 0; lane < 64; lane += 8) {
         __m256 row = _mm256_loadu_ps(x + lane);
         if (add) {
-            row = _mm256_add_ps(row, _mm256_loadu_ps(owed + lane));
+            row = _mm256_add_ps(row, _mm256_loadu_ps(residual + lane));
             _mm256_storeu_ps(left + lane, row);
         }
         __m256i over = _mm256_cmpgt_epi32(_mm256_and_si256(_mm256_castps_si256(row), no_sign), limit);
@@ -46,7 +46,7 @@ TARGET INLINE uint64_t NAME(reach)(const float *x, const float *owed, float *lef
         int32_t most = 0;
         for (int lane = half; lane < half + 32; lane++) {
             float number = x[lane];
-            if (add) left[lane] = number = number + owed[lane];
+            if (add) left[lane] = number = number + residual[lane];
             int32_t bits = (int32_t)(bits_of(number) & NO_SIGN);
             most = bits > most ? bits : most;
         }
@@ -61,14 +61,14 @@ TARGET INLINE uint64_t NAME(reach)(const float *x, const float *owed, float *lef
 }
 
 #if WIDE
-/* The same for x + owed; `left`, which begins a line, gets what stays of it, past the cache. */
-TARGET INLINE uint64_t NAME(reach_passing)(const float *x, const float *owed, float *left, const int narrow,
+/* The same for x + residual; `left`, which begins a line, gets what stays of it, past the cache. */
+TARGET INLINE uint64_t NAME(reach_passing)(const float *x, const float *residual, float *left, const int narrow,
                                            int32_t below) {
     uint64_t hits = 0;
 #if WIDE == 2
     const __m512i no_sign = _mm512_set1_epi32((int32_t)NO_SIGN), limit = _mm512_set1_epi32(below);
     for (int lane = 0; lane < 64; lane += 16) {
-        const __m512 row = _mm512_add_ps(_mm512_loadu_ps(x + lane), _mm512_loadu_ps(owed + lane));
+        const __m512 row = _mm512_add_ps(_mm512_loadu_ps(x + lane), _mm512_loadu_ps(residual + lane));
         const __m512i bits = _mm512_castps_si512(row);
         const __mmask16 over = _mm512_cmpgt_epi32_mask(_mm512_and_si512(bits, no_sign), limit);
         __m512 stays = _mm512_setzero_ps();
@@ -83,7 +83,7 @@ TARGET INLINE uint64_t NAME(reach_passing)(const float *x, const float *owed, fl
 #else
     const __m256i no_sign = _mm256_set1_epi32((int32_t)NO_SIGN), limit = _mm256_set1_epi32(below);
     for (int lane = 0; lane < 64; lane += 8) {
-        const __m256 row = _mm256_add_ps(_mm256_loadu_ps(x + lane), _mm256_loadu_ps(owed + lane));
+        const __m256 row = _mm256_add_ps(_mm256_loadu_ps(x + lane), _mm256_loadu_ps(residual + lane));
         const __m256i bits = _mm256_castps_si256(row);
         const __m256i over = _mm256_cmpgt_epi32(_mm256_and_si256(bits, no_sign), limit);
         __m256 stays = _mm256_setzero_ps();
@@ -118,14 +118,14 @@ TARGET INLINE void NAME(scan_few)(const Pick *job, Found *found, int64_t from, i
     const int32_t below = (int32_t)job->threshold - 1;
     for (int64_t i = from; i < to; i++) {
         float *left = job->left ? job->left + i : NULL;
-        float number = job->owed ? (*left = job->x[i] + job->owed[i]) : job->x[i];
+        float number = job->residual ? (*left = job->x[i] + job->residual[i]) : job->x[i];
         if ((int32_t)(bits_of(number) & NO_SIGN) > below) NAME(take)(job, found, i, number, left);
     }
 }
 
-/* Adds what is owed where there is something to add, and takes what reaches the threshold. */
+/* Adds the residual where there is something to add, and takes what reaches the threshold. */
 TARGET INLINE void NAME(scan_as)(const Pick *job, Found *found, int64_t from, int64_t to, const int add) {
-    const float *x = job->x, *owed = job->owed;
+    const float *x = job->x, *residual = job->residual;
     const int32_t below = (int32_t)job->threshold - 1;
     uint16_t places[CHUNK + 4];
     int64_t start = from;
@@ -134,8 +134,8 @@ TARGET INLINE void NAME(scan_as)(const Pick *job, Found *found, int64_t from, in
         float *sums = job->left ? job->left + start : NULL;
         for (int64_t i = 0; i < width; i += 64) {
             fetch_ahead(x + start + i, 64);
-            if (add) fetch_ahead(owed + start + i, 64);
-            uint64_t hits = add ? NAME(reach)(x + start + i, owed + start + i, sums + i, 1, below)
+            if (add) fetch_ahead(residual + start + i, 64);
+            uint64_t hits = add ? NAME(reach)(x + start + i, residual + start + i, sums + i, 1, below)
                                 : NAME(reach)(x + start + i, NULL, NULL, 0, below);
             count = NAME(places_of)(hits, i, places, count);
         }
@@ -151,7 +151,7 @@ TARGET INLINE void NAME(scan_as)(const Pick *job, Found *found, int64_t from, in
 /* The same where what is left goes past the cache to another place than it came from: then nothing of it may
    be touched again, so it is written without what is taken at once. */
 TARGET INLINE void NAME(scan_passing)(const Pick *job, Found *found, int64_t from, int64_t to, const int narrow) {
-    const float *x = job->x, *owed = job->owed;
+    const float *x = job->x, *residual = job->residual;
     const int32_t below = (int32_t)job->threshold - 1;
     uint16_t places[CHUNK + 4];
     int64_t start = from + to_next_line(job->left + from, to - from);
@@ -160,8 +160,8 @@ TARGET INLINE void NAME(scan_passing)(const Pick *job, Found *found, int64_t fro
         int64_t count = 0;
         for (int64_t i = start; i < start + width; i += 64) {
             fetch_ahead(x + i, 64);
-            fetch_ahead(owed + i, 64);
-            uint64_t hits = NAME(reach_passing)(x + i, owed + i, job->left + i, narrow, below);
+            fetch_ahead(residual + i, 64);
+            uint64_t hits = NAME(reach_passing)(x + i, residual + i, job->left + i, narrow, below);
             count = NAME(places_of)(hits, i - start, places, count);
         }
         for (int64_t i = 0; i < count; i++) NAME(take_passed)(job, found, start + places[i]);
@@ -182,7 +182,7 @@ TARGET static void NAME(scan)(const Pick *job, Found *found, int64_t from, int64
         return;
     }
 #endif
-    if (job->owed)
+    if (job->residual)
         NAME(scan_as)(job, found, from, to, 1);
     else
         NAME(scan_as)(job, found, from, to, 0);

@@ -38,31 +38,31 @@ static uint32_t ranked(uint32_t *bits, int64_t count, int64_t rank) {
     return found_by_parting(bits, kept, rank);
 }
 
-INLINE uint32_t magnitude_at(const float *x, const float *owed, int64_t place) {
-    return bits_of(owed ? x[place] + owed[place] : x[place]) & NO_SIGN;
+INLINE uint32_t magnitude_at(const float *x, const float *residual, int64_t place) {
+    return bits_of(residual ? x[place] + residual[place] : x[place]) & NO_SIGN;
 }
 
 /* At least 1, so that zeros do not count; -1 without memory. */
-EXPORT int64_t gradlane_topk_sampled(const float *x, const float *owed, int64_t n, int64_t offset, int64_t stride,
+EXPORT int64_t gradlane_topk_sampled(const float *x, const float *residual, int64_t n, int64_t offset, int64_t stride,
                                      int64_t rank) {
     int64_t count = (n - offset + stride - 1) / stride;
     uint32_t *sample = malloc((size_t)count * sizeof *sample);
     if (!sample) return -1;
-    for (int64_t i = 0; i < count; i++) sample[i] = magnitude_at(x, owed, offset + i * stride);
+    for (int64_t i = 0; i < count; i++) sample[i] = magnitude_at(x, residual, offset + i * stride);
     uint32_t found = ranked(sample, count, rank);
     free(sample);
     return found ? found : 1;
 }
 
 /* Exactly, in two passes of counting: by the upper 15 bits, then by the lower 16 among those. */
-static int64_t counted(const float *x, const float *owed, int64_t n, int64_t rank) {
+static int64_t counted(const float *x, const float *residual, int64_t n, int64_t rank) {
     int64_t *counts = calloc(65536, sizeof *counts), left = rank, bin = 32767, rest = 65535;
     if (!counts) return -1;
-    for (int64_t i = 0; i < n; i++) counts[magnitude_at(x, owed, i) >> 16]++;
+    for (int64_t i = 0; i < n; i++) counts[magnitude_at(x, residual, i) >> 16]++;
     for (; counts[bin] < left; bin--) left -= counts[bin];
     memset(counts, 0, 65536 * sizeof *counts);
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits = magnitude_at(x, owed, i);
+        uint32_t bits = magnitude_at(x, residual, i);
         if (bits >> 16 == (uint32_t)bin) counts[bits & 0xFFFF]++;
     }
     for (; counts[rest] < left; rest--) left -= counts[rest];
@@ -71,8 +71,8 @@ static int64_t counted(const float *x, const float *owed, int64_t n, int64_t ran
     return found ? found : 1;
 }
 
-EXPORT int64_t gradlane_topk_exact(const float *x, const float *owed, int64_t n, int64_t rank) {
-    return n < 65536 ? gradlane_topk_sampled(x, owed, n, 0, 1, rank) : counted(x, owed, n, rank);
+EXPORT int64_t gradlane_topk_exact(const float *x, const float *residual, int64_t n, int64_t rank) {
+    return n < 65536 ? gradlane_topk_sampled(x, residual, n, 0, 1, rank) : counted(x, residual, n, rank);
 }
 
 typedef struct {
@@ -93,15 +93,15 @@ static void fill(Slots *slots, const Pick *job, const Found *found, int64_t from
     }
 }
 
-/* With owed, left becomes x + owed and that is looked at; where left is given, it loses what is taken. Without
-   owed it must be x itself. Returns how many reach the threshold, whether they found a slot or not; -1 without
+/* With residual, left becomes x + residual and that is looked at; where left is given, it loses what is taken. Without
+   residual it must be x itself. Returns how many reach the threshold, whether they found a slot or not; -1 without
    memory. n is below 2^32. */
-EXPORT int64_t gradlane_topk_select(int level, int threads, const float *x, const float *owed, float *left,
+EXPORT int64_t gradlane_topk_select(int level, int threads, const float *x, const float *residual, float *left,
                                     int64_t n, uint32_t threshold, int64_t start, int64_t k, void *values, int narrow,
                                     uint16_t *indices, int32_t *counts) {
     const int parts = threads_for(n, threads);
     Found found[MOST_THREADS] = {{0}};
-    Pick job = {x, owed, left, n, start, threshold, narrow, owed && left != owed && n >= WORTH_PASSING, found};
+    Pick job = {x, residual, left, n, start, threshold, narrow, residual && left != residual && n >= WORTH_PASSING, found};
     const int64_t share = n / parts + 1, room = share < k ? share : k;
     char *memory = malloc((size_t)(room * parts) * (sizeof(uint32_t) + sizeof(float)));
     if (!memory) return -1;

@@ -13,7 +13,7 @@ from ...core.collectives import all_reduce
 from ...core.memory import Memory
 from ...core.numbers import is_small
 from ...core.strategy import Reduced, Strategy
-from ...kernels.bf16_residual import add_debt, leave_debt
+from ...kernels.bf16_residual import add_residual, subtract_product
 from ...kernels.finite import all_finite
 from ...kernels.products import expand, project_columns, project_rows
 from .factors import (
@@ -36,7 +36,7 @@ class AcpSGD(Strategy):
     2. The answer is P Q^T; a rank owes M less the product with its own factor.
     3. The factor that was sent is made orthonormal, and is the known one in the next step.
 
-    M has what is owed in it: wrap it in ``ErrorFeedback``. Options are those of ``PowerSGD``. Each step
+    M has the residual in it: wrap it in ``ErrorFeedback``. Options are those of ``PowerSGD``. Each step
     fits one factor only, so what arrives is further from M than PowerSGD's answer of the same rank.
     """
 
@@ -46,7 +46,7 @@ class AcpSGD(Strategy):
     seed: int = 0
     left: Memory | None = None
     right: Memory | None = None
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -64,11 +64,11 @@ class AcpSGD(Strategy):
         sends_rows = bucket.step % 2 == 0
         parts = cut(bucket, self.rank, self.min_compression_rate, self.view)
         matrices = parts.matrices
-        flat, owed, left = widened(bucket), bucket.owed, bucket.owed_after
-        debt, narrow = owed, None  # what the products settle, and what is settled after them
-        if owed is not None and owed.dtype != flat.dtype:
-            add_debt(flat, owed)
-            debt, narrow = None, owed
+        flat, residual, residual_out = widened(bucket), bucket.residual, bucket.residual_after
+        wide, narrow = residual, None  # the residual for the products, and one that is too narrow for them
+        if residual is not None and residual.dtype != flat.dtype:
+            add_residual(flat, residual)
+            wide, narrow = None, residual
         known_in, sent_in = (self.right, self.left) if sends_rows else (self.left, self.right)
         sizes = [m.rows if sends_rows else m.columns for m in matrices]
         others = [m.columns if sends_rows else m.rows for m in matrices]
@@ -78,14 +78,16 @@ class AcpSGD(Strategy):
         ]
         message = message_for(bucket, "factors P" if sends_rows else "factors Q", parts, sizes, rest=True)
 
-        parts.gather(flat, debt, message.rest)
+        parts.gather(flat, wide, message.rest)
         project = project_rows if sends_rows else project_columns
         for m, fixed, factor in zip(matrices, known, message.factors, strict=True):  # 1
-            before, after = (None if part is None or debt is None else m.of(part) for part in (debt, left))
-            project(m.of(flat), before, fixed, factor, settle=debt is not None, left=after)
-            if narrow is not None and left is not None:
+            before, after = (
+                None if part is None or wide is None else m.of(part) for part in (wide, residual_out)
+            )
+            project(m.of(flat), before, fixed, factor, subtract=wide is not None, residual_out=after)
+            if narrow is not None and residual_out is not None:
                 p, q = (factor, fixed) if sends_rows else (fixed, factor)
-                leave_debt(m.of(flat), p, q, m.of(narrow), m.of(left))
+                subtract_product(m.of(flat), p, q, m.of(narrow), m.of(residual_out))
         mine = message.flat.clone() if bucket.feedback else None
         message = message_in(await all_reduce(message.flat), parts, sizes, message.rest.numel())
 
@@ -93,8 +95,8 @@ class AcpSGD(Strategy):
         sound = is_small(message.flat)  # the other factor is orthonormal
         _expand_all(matrices, message.factors, known, flat, sends_rows)  # 2
         parts.scatter(message.rest, flat)
-        if owed is not None:
-            parts.settle_rest(message.rest, owed, left)
+        if residual is not None:
+            parts.settle_rest(message.rest, residual, residual_out)
         kept = zip(matrices, message.factors, whole, strict=True)
         keep_factors(sent_in, [(m, factor) for m, factor, fine in kept if fine])  # 3
 

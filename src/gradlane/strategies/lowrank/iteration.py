@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.bucket import Bucket
 from ...core.collectives import all_reduce
 from ...core.numbers import is_small
-from ...kernels.bf16_residual import add_debt, leave_debt
+from ...kernels.bf16_residual import add_residual, subtract_product
 from ...kernels.finite import all_finite
 from ...kernels.products import expand, orthonormalise_all, project_columns, project_rows
 from .factors import Message, message_for, message_in, widened
@@ -25,24 +25,26 @@ class Step:
 
     def __init__(self, bucket: Bucket, cut: Cut, owes: Owes) -> None:
         self.bucket, self.cut = bucket, cut
-        self.flat, self.owed, self.left = widened(bucket), bucket.owed, bucket.owed_after
+        self.flat, self.residual, self.residual_out = widened(bucket), bucket.residual, bucket.residual_after
         self.own = owes == "own"
-        self.narrow = self.owed is not None and self.owed.dtype != self.flat.dtype
-        """The debt is of another width: it is added at once, and left by ``leave_debt``."""
+        self.narrow = self.residual is not None and self.residual.dtype != self.flat.dtype
+        """The debt is of another width: it is added at once, and left by ``subtract_product``."""
         self.ps: list[Tensor] = []
         self.fine = [True] * len(cut.matrices)
         """Per matrix: all numbers so far are finite. They come from the wire, so all ranks see the same."""
         self._rest: Tensor | None = None
         self._averaged_qs: Tensor | None = None
         self._mine: tuple[Tensor, Tensor] | None = None  # the rest and Q as this rank sent them
-        if self.narrow and self.owed is not None:
-            add_debt(self.flat, self.owed)
-            self.given, self.debt = self.flat, None
-        elif self.owed is not None and self.left is not None and not self.own:
-            self.given = torch.add(self.owed, self.flat, out=self.left)  # M, until the answer is taken off
-            self.debt = None
+        if self.narrow and self.residual is not None:
+            add_residual(self.flat, self.residual)
+            self.given, self.to_add = self.flat, None
+        elif self.residual is not None and self.residual_out is not None and not self.own:
+            self.given = torch.add(
+                self.residual, self.flat, out=self.residual_out
+            )  # M, until the answer is taken off
+            self.to_add = None
         else:
-            self.given, self.debt = self.flat, self.owed
+            self.given, self.to_add = self.flat, self.residual
 
     async def rows(self, qs: list[Tensor]) -> None:
         """P, averaged and orthonormal; the rest of the bucket goes with the first."""
@@ -50,12 +52,12 @@ class Step:
         use = "factors P" if first else "factors P again"  # of another size: it has no rest
         message = self._message(use, [m.rows for m in self.cut.matrices], rest=first)
         if first:
-            self.cut.gather(self.given, self.debt, message.rest)
+            self.cut.gather(self.given, self.to_add, message.rest)
             if self.bucket.feedback:
                 self._mine = (message.rest.clone(), message.rest[:0])
         for matrix, q, p in zip(self.cut.matrices, qs, message.factors, strict=True):
-            owed = matrix.of(self.debt) if first and self.debt is not None else None
-            project_rows(matrix.of(self.given), owed, q, p, keep_sum=True)  # from here on M is there
+            residual = matrix.of(self.to_add) if first and self.to_add is not None else None
+            project_rows(matrix.of(self.given), residual, q, p, keep_sum=True)  # from here on M is there
         message = await self._averaged(message, [m.rows for m in self.cut.matrices])
         if first:
             self._rest = message.rest
@@ -69,17 +71,19 @@ class Step:
         message = self._message("factors Q", sizes, rest=False)
         for place, (p, q) in enumerate(zip(self.ps, message.factors, strict=True)):
             matrix, leaves = self.cut.matrices[place], last and self.own
-            owed, left = (matrix.of(d) if leaves and d is not None else None for d in (self.owed, self.left))
-            m, settles = matrix.of(self.given), owed is not None and not self.narrow
+            residual, residual_out = (
+                matrix.of(d) if leaves and d is not None else None for d in (self.residual, self.residual_out)
+            )
+            m, subtract = matrix.of(self.given), residual is not None and not self.narrow
             if self.fine[place]:
-                before, after = (owed, left) if settles else (None, None)
-                project_columns(m, before, p, q, settle=settles, left=after, summed=True)
-                if self.narrow and owed is not None and left is not None:
-                    leave_debt(m, p, q, owed, left)
+                before, after = (residual, residual_out) if subtract else (None, None)
+                project_columns(m, before, p, q, subtract=subtract, residual_out=after, summed=True)
+                if self.narrow and residual is not None and residual_out is not None:
+                    subtract_product(m, p, q, residual, residual_out)
                 continue
             q.zero_()
-            if left is not None and owed is not None:  # what is owed stays as it was
-                left.copy_(owed)
+            if residual_out is not None and residual is not None:  # the residual stays as it was
+                residual_out.copy_(residual)
         if last and self._mine is not None:
             self._mine = (self._mine[0], message.flat.clone())
         message = await self._averaged(message, sizes)
@@ -98,25 +102,27 @@ class Step:
                 matrix.of(self.flat).fill_(torch.nan)
         assert self._rest is not None
         self.cut.scatter(self._rest, self.flat)
-        if self.left is None:
+        if self.residual_out is None:
             return
         if self.own:
-            assert self.owed is not None
-            self.cut.settle_rest(self._rest, self.owed, self.left)
+            assert self.residual is not None
+            self.cut.settle_rest(self._rest, self.residual, self.residual_out)
         elif not self.narrow:
-            self.left.sub_(self.flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            self.residual_out.sub_(self.flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _leave_mean(self, qs: list[Tensor]) -> None:
         """What the mean could not hold, while M is still in the place of the answer."""
-        assert self.owed is not None
-        assert self.left is not None
+        assert self.residual is not None
+        assert self.residual_out is not None
         assert self._rest is not None
         for matrix, p, q, fine in zip(self.cut.matrices, self.ps, qs, self.fine, strict=True):
             if fine:
-                leave_debt(matrix.of(self.flat), p, q, matrix.of(self.owed), matrix.of(self.left))
+                subtract_product(
+                    matrix.of(self.flat), p, q, matrix.of(self.residual), matrix.of(self.residual_out)
+                )
             else:
-                matrix.of(self.left).zero_()
-        self.cut.leave_rest(self.flat, self._rest, self.left)
+                matrix.of(self.residual_out).zero_()
+        self.cut.leave_rest(self.flat, self._rest, self.residual_out)
 
     def sound(self) -> bool:
         """P is orthonormal, so that what is in the answer is no larger than Q, and the rest."""

@@ -43,33 +43,34 @@ class Cut(NamedTuple):
     def rest_numel(self) -> int:
         return sum(place.stop - place.start for place in self.rest)
 
-    def gather(self, flat: Tensor, owed: Tensor | None, into: Tensor) -> None:
-        """The rest, with what is owed of it, as one run."""
+    def gather(self, flat: Tensor, residual: Tensor | None, into: Tensor) -> None:
+        """The rest, with the residual of it, as one run."""
         for place, run in self._runs(into):
-            if owed is None:
+            if residual is None:
                 run.copy_(flat[place])
             else:
-                torch.add(flat[place], owed[place], out=run)
+                torch.add(flat[place], residual[place], out=run)
 
     def scatter(self, run: Tensor, into: Tensor) -> None:
         for place, part in self._runs(run):
             into[place].copy_(part)
 
-    def settle_rest(self, averaged: Tensor, owed: Tensor, left: Tensor | None) -> None:
-        """The rest was sent whole and nothing of it is ``left``, but for what came back as no number."""
-        if averaged.device.type == "meta" or left is None:
+    def settle_rest(self, averaged: Tensor, residual: Tensor, residual_out: Tensor | None) -> None:
+        """The rest was sent whole and nothing of it is ``residual_out``, but for what came back as no
+        number."""
+        if averaged.device.type == "meta" or residual_out is None:
             return
         usual = all_finite(averaged)  # then there is no need of a mask
         for place, part in self._runs(averaged):
             if usual:
-                left[place].zero_()
+                residual_out[place].zero_()
             else:
-                left[place].copy_(owed[place]).masked_fill_(part.isfinite(), 0.0)
+                residual_out[place].copy_(residual[place]).masked_fill_(part.isfinite(), 0.0)
 
-    def leave_rest(self, given: Tensor, sent: Tensor, left: Tensor) -> None:
-        """``left`` becomes what was ``given`` of the rest and not ``sent``, rounded to its width."""
+    def leave_rest(self, given: Tensor, sent: Tensor, residual_out: Tensor) -> None:
+        """``residual_out`` becomes what was ``given`` of the rest and not ``sent``, rounded to its width."""
         for place, part in self._runs(sent):
-            left[place].copy_(given[place].sub_(part).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            residual_out[place].copy_(given[place].sub_(part).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
     def _runs(self, whole: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start = 0

@@ -23,7 +23,7 @@ MOST = 32  # the same, for one layer within a budget
 
 @dataclass
 class PowerSGD(Strategy):
-    """PowerSGD (Vogels et al., 2019), for each gradient matrix M of a x b, what is owed included:
+    """PowerSGD (Vogels et al., 2019), for each gradient matrix M of a x b, the residual included:
 
     1. P = M Q, averaged over the ranks. Q is that of the last step. What is no matrix, or too small to
        gain by it, rides in the same message as it is.
@@ -57,7 +57,7 @@ class PowerSGD(Strategy):
     every: int = 100
     factors: Memory | None = field(default=None, metadata={"state": True})
     plan: RankPlan | None = field(default=None, metadata={"state": True})
-    settles: ClassVar[bool] = True
+    fuses_feedback: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -84,12 +84,12 @@ class PowerSGD(Strategy):
         step = Step(bucket, self._cut(bucket), self.owes)
         memory = self.factors if self.warm_start and self.factors is not None else Memory()
         qs = [kept_factor(memory, bucket, m, m.columns, self.seed) for m in step.cut.matrices]
-        for left in reversed(range(self.iterations)):
+        for remaining in reversed(range(self.iterations)):
             await step.rows(qs)  # 1, 2
             if not step.cut.matrices:
                 break
-            qs = await step.columns(last=not left)  # 3
-            if left:
+            qs = await step.columns(last=not remaining)  # 3
+            if remaining:
                 orthonormalise_all(qs)  # as large as M now: a product with M would be as large as its square
         step.answer(qs)  # 4
         sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
