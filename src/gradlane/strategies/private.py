@@ -28,10 +28,9 @@ class Private(Strategy):
     """Differential privacy for whole workers, *never for single examples*: their data as one.
 
     1. Each worker's whole gradient, all buckets together, is scaled down to a norm of at most ``clip``.
-    2. Each of n ranks adds Gaussian noise of deviation ``noise_multiplier * clip / sqrt(n)``, so that the
-    sum has
-       ``noise_multiplier * clip`` and the mean ``noise_multiplier * clip / n``. Ranks that have joined
-       early add theirs too.
+    2. Each of n ranks adds Gaussian noise of deviation ``noise_multiplier * clip / sqrt(n)``. The sum then has
+       deviation ``noise_multiplier * clip``, the mean ``noise_multiplier * clip / n``. Joined ranks add theirs
+       too.
     3. ``inner`` takes the mean.
 
     ``epsilon(delta)`` says what all steps so far have cost. Two neighbouring runs differ by one worker, whose
@@ -40,9 +39,8 @@ class Private(Strategy):
     one rank against another, because a rank knows its own noise and may see single messages; nor buffers,
     metrics or losses, which do not pass through here.
 
-    ``sample_rate``: each worker takes part in a step with this probability (a secret coin; its gradient
-    counts
-    as zeros otherwise), and the mean is divided by it. The accountant credits that.
+    ``sample_rate``: each worker takes part in a step with this probability (a secret coin; otherwise
+    its gradient counts as zeros), and the mean is divided by it. The accountant credits that.
 
     Inside may be what depends on nothing but the sum of what the ranks give in this step: ``Mean``, ``Cast``
     to bfloat16, ``PowerSGD``, ``Summed``. If the gradient of a rank that takes part is not finite, nothing is
