@@ -28,9 +28,9 @@ class Private(Strategy):
     """Differential privacy for whole workers, *never for single examples*: their data as one.
 
     1. Each worker's whole gradient, all buckets together, is scaled down to a norm of at most ``clip``.
-    2. Each of n ranks adds Gaussian noise of deviation ``noise_multiplier * clip / sqrt(n)``. The sum then has
-       deviation ``noise_multiplier * clip``, the mean ``noise_multiplier * clip / n``. Joined ranks add theirs
-       too.
+    2. Each of n ranks adds Gaussian noise of deviation ``noise_multiplier * clip / sqrt(n)``. The sum has
+       deviation ``noise_multiplier * clip``, the mean ``noise_multiplier * clip / n``. Joined ranks add
+       theirs too.
     3. ``inner`` takes the mean.
 
     ``epsilon(delta)`` says what all steps so far have cost. Two neighbouring runs differ by one worker, whose
