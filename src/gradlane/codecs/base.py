@@ -108,11 +108,11 @@ class Codec(ABC):
             self._encode_with_feedback(_single(gradient), wide, room, seed, payload)
             if room is not residual_out:
                 residual_out.copy_(room)
-            if not self.sound(payload):  # close to the largest number rounding may have passed it
+            if not self.bounded(payload):  # close to the largest number rounding may have passed it
                 keep_finite(residual_out)
         return payload
 
-    def sound(self, payload: Payload) -> bool:
+    def bounded(self, payload: Payload) -> bool:
         """Whether all that this payload was made of is finite and small enough to be summed by any number of
         ranks, as far as a glance at it tells; if not, somebody has to look at what comes out."""
         return False

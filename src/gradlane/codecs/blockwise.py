@@ -57,7 +57,7 @@ class BlockCodec(Codec):
         coded = blocks * self.block if self.padded else numel
         return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), self.beside))
 
-    def sound(self, payload: Payload) -> bool:
+    def bounded(self, payload: Payload) -> bool:
         return payload[1].is_floating_point() and is_small(payload[1])  # no scale is NaN, or infinite
 
     @abstractmethod

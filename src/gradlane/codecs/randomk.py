@@ -48,7 +48,7 @@ class RandomK(Codec):
     def layout(self, numel: int) -> Layout:
         return (((self.units(numel) * self.run,), torch.float32),)
 
-    def sound(self, payload: Payload) -> bool:
+    def bounded(self, payload: Payload) -> bool:
         return is_small(payload[0])
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:

@@ -60,7 +60,7 @@ class TopK(Codec):
             ((-(-numel // SPAN),), torch.int32),
         )
 
-    def sound(self, payload: Payload) -> bool:
+    def bounded(self, payload: Payload) -> bool:
         return is_small(payload[0])
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:

@@ -35,7 +35,7 @@ class Running:
         self.meeting: StepSum | None = None  # while it waits for the other buckets of its step
         self.phase = -1
         self.reduced: Reduced | None = None
-        self.sound: object = None  # an answer that is a mean of what the ranks know to be sound
+        self.bounded: object = None  # an answer that is a mean of what the ranks know to be bounded
         self._take_note = take_note
         self._look = look  # at the answer
         self._coroutine: Coroutine[Any, Any, Any] | None = None
@@ -53,8 +53,8 @@ class Running:
                 asked = self._coroutine.send(answer)
             except StopIteration as end:
                 self.reduced = _checked(end.value, self.bucket, self.strategy)
-                sound = self.reduced.sound or self.reduced.mean is self.sound
-                self.reduced = replace(self.reduced, sound=sound and is_our_own(self.strategy))
+                bounded = self.reduced.bounded or self.reduced.mean is self.bounded
+                self.reduced = replace(self.reduced, bounded=bounded and is_our_own(self.strategy))
                 self._look(self.bucket, self.reduced)
                 return None
             if isinstance(asked, Request):

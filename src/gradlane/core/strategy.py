@@ -51,7 +51,7 @@ class Reduced:
     """What every rank agreed on, bit for bit; same shape and dtype as ``bucket.flat``."""
     sent: Callable[[], Tensor] | None = None
     """My contribution as the others saw it, where ``bucket.feedback`` asks for it; None: nothing lost."""
-    sound: bool = False
+    bounded: bool = False
     """What I gave is finite, and so small that no sum of all ranks' can overflow: the strategy knows it by a
     glance at its payload. If all ranks can say so nobody has to look at the mean itself. Only believed of
     strategies of this library."""

@@ -13,7 +13,7 @@ PLAIN = (NoneType, bool, int, float, str, tuple, list, dict)
 def is_our_own(strategy: Strategy) -> bool:
     """Whether it consists of nothing but parts of this library.
 
-    ``Reduced.sound`` is said of what was sent. A strategy, codec or function of somebody else's may change
+    ``Reduced.bounded`` is said of what was sent. A strategy, codec or function of somebody else's may change
     the answer afterwards, in place and in ways that leave no mark on the tensor: then a look is needed.
     """
     return all(_is_known(value) for part in parts(strategy) for value in (part, *_options(part)))

@@ -49,5 +49,5 @@ class _Unscaled(Strategy):
             wide = bucket.empty("unscaled", flat.numel(), torch.float32).copy_(flat)
         wide.mul_(1 / self.scale)  # exact: a GradScaler's scale is a power of two
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
-        mean = reduced.mean.mul_(self.scale).detach()  # no more the answer that was sound: it may be infinite
+        mean = reduced.mean.mul_(self.scale).detach()  # no more the bounded answer: it may be infinite
         return Reduced(mean if wide is flat else flat.copy_(mean))

@@ -24,8 +24,8 @@ def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
         alike.setdefault((len(p), _half_of(p.shape[1]), p.dtype, p.device), []).append(place)
     for places in alike.values():
         given = [factors[place] for place in places]
-        basis, sound = _gram_schmidt(given)
-        for place, p, own, fine in zip(places, given, basis, sound, strict=True):
+        basis, finite = _gram_schmidt(given)
+        for place, p, own, fine in zip(places, given, basis, finite, strict=True):
             done[place] = fine
             if fine:
                 p.copy_(own[:, : p.shape[1]])
@@ -38,7 +38,7 @@ def _gram_schmidt(given: list[Tensor]) -> tuple[Tensor, list[bool]]:
     fp64 has room for the squares of all fp32 numbers, so nothing is scaled. A number that is not finite
     shows in the square of its row.
     """
-    sizes, sound = [p.shape[1] for p in given], [True] * len(given)
+    sizes, finite = [p.shape[1] for p in given], [True] * len(given)
     rows = given[0].new_zeros(len(given), len(given[0]), max(sizes), dtype=torch.float64)
     for p, own in zip(given, rows, strict=True):
         own[:, : p.shape[1]].copy_(p)
@@ -49,12 +49,12 @@ def _gram_schmidt(given: list[Tensor]) -> tuple[Tensor, list[bool]]:
         for i, square in enumerate(squares):
             if square > before[i * rows.shape[1] + k] * LEAST:  # not so for NaN
                 continue
-            sound[i] = sound[i] and bool(given[i].isfinite().all())
-            if sound[i]:
+            finite[i] = finite[i] and bool(given[i].isfinite().all())
+            if finite[i]:
                 row[i].zero_()[_least_covered(basis[i, :, : sizes[i]])] = 1.0
                 squares[i] = _squares_without(basis[i : i + 1], row[i : i + 1])[0]
         row.mul_(_numbers([_inverse_root(square) for square in squares], row).unsqueeze(1))
-    return rows.add_(0.0), sound  # -0 becomes 0: which of them it was depends on the version
+    return rows.add_(0.0), finite  # -0 becomes 0: which of them it was depends on the version
 
 
 def row_squares(q: Tensor) -> Tensor:

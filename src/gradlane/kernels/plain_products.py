@@ -53,12 +53,12 @@ def project_columns(
     q.copy_(total)
     if residual_out is None or residual is None:
         return
-    sound, apart = total.isfinite().all(0), residual_out.data_ptr() != residual.data_ptr()
+    finite, apart = total.isfinite().all(0), residual_out.data_ptr() != residual.data_ptr()
     for rows in _runs(g):
         to = residual_out[rows] if apart and _begins_line(residual_out[rows]) else room
         m = _sum(g[rows], None if added is None else added[rows], to, own=True)
         m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
-        _put(m, sound, residual[rows], residual_out[rows])
+        _put(m, finite, residual[rows], residual_out[rows])
 
 
 def at_line(matrix: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ def _sum(g: Tensor, residual: Tensor | None, to: Tensor, *, own: bool = False) -
     return g if _begins_line(g) and not own else m.copy_(g)
 
 
-def _put(m: Tensor, sound: Tensor, residual: Tensor, residual_out: Tensor) -> None:
+def _put(m: Tensor, finite: Tensor, residual: Tensor, residual_out: Tensor) -> None:
     """What is left goes to its place, if it is not there; ``residual`` stays where it is not finite or its
     factor
-    is not sound."""
+    is not finite."""
     on_cpu = m.device.type == "cpu"  # elsewhere, asking costs more than it saves
-    if not (on_cpu and m.sum().isfinite() and sound.all()):
-        residual_out.copy_(torch.where(m.isfinite() & sound, m, residual))
+    if not (on_cpu and m.sum().isfinite() and finite.all()):
+        residual_out.copy_(torch.where(m.isfinite() & finite, m, residual))
     elif m.data_ptr() != residual_out.data_ptr():
         residual_out.copy_(m)
 

@@ -18,7 +18,7 @@ class FiniteCheck:
     """Looks at the answer of every bucket while it is ``on``; a lane has one.
 
     What was seen rides with the message that ends a step. Answers are the same on every rank, so that it is
-    enough if those look who are not ``sound``; and if a strategy of one's own has a fault, all still agree.
+    enough if those ranks look that are not ``bounded``; and if a strategy of one's own has a fault, all still agree.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class FiniteCheck:
         if not self.on or mean.is_meta:
             return
         self._answers.append(bucket.with_flat(mean))
-        if reduced.sound and mean.dtype != torch.float16:
+        if reduced.bounded and mean.dtype != torch.float16:
             return
         # Another device says so later, when the step has ended: nothing here may wait for it.
         self._fine.append(all_finite(mean) if mean.device.type == "cpu" else torch.isfinite(mean).all())

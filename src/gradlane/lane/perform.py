@@ -42,9 +42,9 @@ class Pending:
     """
 
     def __init__(
-        self, works: list[Any], read: Callable[[], object], *, direct: bool = False, sound: bool = False
+        self, works: list[Any], read: Callable[[], object], *, direct: bool = False, bounded: bool = False
     ) -> None:
-        self.sound = sound  # what this rank gave to a mean is finite, and small: ``Reduced.sound``
+        self.bounded = bounded  # what this rank gave to a mean is finite, and small: ``Reduced.bounded``
         self._works = deque(works)
         self._read = read
         self._limit = (HASTE,) if direct else ()
@@ -71,9 +71,9 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     """
     size = group.size()
     if request.kind == "all_reduce":
-        tensor, sound = _divided(request, divisor)
+        tensor, bounded = _divided(request, divisor)
         works = [_reduce(group, tensor, request.op)] if size > 1 else []
-        return Pending(works, lambda: tensor, sound=sound)
+        return Pending(works, lambda: tensor, bounded=bounded)
     _counted(request, size)
     me = group.rank()
     if request.kind == "all_gather":
@@ -162,7 +162,7 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
 
 
 def _divided(request: Request, divisor: int) -> tuple[Tensor, bool]:
-    """What goes out, and whether it is known to be sound."""
+    """What goes out, and whether it is known to be bounded."""
     (tensor,) = request.payloads[0]
     # Before the sum, as DDP does: the mean of representable numbers must not overflow on the way.
     return tensor, request.op == "mean" and divided(tensor, divisor)

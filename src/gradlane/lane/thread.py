@@ -234,7 +234,7 @@ class ThreadLane:
         """To its end, or to where it waits for the step's other buckets. The last waits for all to end."""
         while (issued := job.issued) is not None:
             answer = self._requests.answered(issued)
-            job.running.sound = answer if issued.pending.sound else None
+            job.running.bounded = answer if issued.pending.bounded else None
             job.issued = request = None
             try:
                 with span("decode"):

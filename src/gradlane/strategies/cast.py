@@ -74,10 +74,10 @@ class Cast(Strategy):
         if reduced.sent is None and wire.kept is not None:
             kept, scale = wire.kept, bucket.divisor()
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))
-        if reduced.mean is wire.sound:
-            return replace(reduced, sound=True)
-        # In a narrower exponent what was sound may overflow, and a look is needed after all.
-        return reduced if _as_far(self.dtype) else replace(reduced, sound=False)
+        if reduced.mean is wire.bounded:
+            return replace(reduced, bounded=True)
+        # In a narrower exponent a bounded value may overflow, and a look is needed after all.
+        return reduced if _as_far(self.dtype) else replace(reduced, bounded=False)
 
 
 class _NarrowWire:
@@ -87,7 +87,7 @@ class _NarrowWire:
         self.dtype = dtype
         self.bucket = bucket
         self.narrowed = 0  # messages so far; each has a buffer of its own
-        self.sound: Tensor | None = None  # an answer that is a mean of what the ranks know to be sound
+        self.bounded: Tensor | None = None  # an answer that is a mean of what the ranks know to be bounded
         self.kept: Tensor | None = None  # my share of a plain mean as it went out, for feedback
 
     async def answer(self, request: Request) -> object:
@@ -115,13 +115,13 @@ class _NarrowWire:
             )
         mean = request.op == "mean"
         divisor = self.bucket.divisor(request.over)
-        sound = mean and divided(wide, divisor, HUGE if _as_far(self.dtype) else FAR_IN_FP16 / divisor)
+        bounded = mean and divided(wide, divisor, HUGE if _as_far(self.dtype) else FAR_IN_FP16 / divisor)
         (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
         if self.bucket.feedback and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
-        self.sound = wide if sound else None
-        if not sound and may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
+        self.bounded = wide if bounded else None
+        if not bounded and may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
             await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
 

@@ -78,7 +78,7 @@ class DGC(Strategy):
         if bucket.flat.device.type != "meta":
             keep_finite(moved)
             await note(residual_square=residual_square(residual_out, bucket.step))
-        return Reduced(reduced.mean, sound=reduced.sound)
+        return Reduced(reduced.mean, bounded=reduced.bounded)
 
     def _clipped(self, bucket: Bucket) -> torch.Tensor:
         if self.clip is None:

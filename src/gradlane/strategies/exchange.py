@@ -40,11 +40,11 @@ class Summed(Strategy):
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
         refuse_sparse(bucket, "Summed")
         payload = encoded(codec, bucket, bucket.flat, bucket.residual, bucket.residual_out, seed, "summed")
-        sound = codec.sound(payload)  # now: the sum will overwrite it
+        bounded = codec.bounded(payload)  # now: the sum will overwrite it
         kept = kept_for_feedback(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
         flat = codec.decode(total, bucket.flat, seed)
-        return Reduced(flat, sent_of(codec, flat, kept), sound)
+        return Reduced(flat, sent_of(codec, flat, kept), bounded)
 
 
 @dataclass
@@ -80,8 +80,8 @@ class Gathered(Strategy):
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
         flat = decoded(codec, self.aggregate, bucket, everyone, seeds, bucket.flat)
-        sound = self.aggregate is mean and codec.sound(payload)
-        return Reduced(flat, sent_of(codec, flat, kept), sound)
+        bounded = self.aggregate is mean and codec.bounded(payload)
+        return Reduced(flat, sent_of(codec, flat, kept), bounded)
 
 
 @dataclass

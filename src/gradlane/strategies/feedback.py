@@ -53,7 +53,7 @@ class ErrorFeedback(Strategy):
         reduced = await settled(self.inner, replace(bucket, residual=residual, residual_out=residual_out))
         if bucket.flat.device.type != "meta":
             await note(residual_square=residual_square(residual_out, bucket.step))
-        return Reduced(reduced.mean, sound=reduced.sound)
+        return Reduced(reduced.mean, bounded=reduced.bounded)
 
 
 async def settled(inner: Strategy, bucket: Bucket) -> Reduced:

@@ -106,9 +106,7 @@ class Private(Strategy):
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         mean = reduced.mean
         if self.sample_rate != 1:
-            mean = mean.div_(
-                self.sample_rate
-            ).detach()  # no more the answer that was sound: it may be infinite
+            mean = mean.div_(self.sample_rate).detach()  # no more the bounded answer: it may be infinite
         return Reduced(mean if wide is flat else flat.copy_(mean))
 
     async def _part(self, square: Tensor) -> _Part:

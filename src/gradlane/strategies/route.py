@@ -55,16 +55,16 @@ class Route(Strategy):
         if len(shares) == 1:  # the usual case, and the only one for a sparse gradient
             return await self._strategy(next(iter(shares))).reduce(bucket)
         gave_sent: list[tuple[list[slice], Callable[[], Tensor] | None, Tensor]] = []
-        sound = True
+        bounded = True
         for pattern, (places, layout) in shares.items():
             part = replace(bucket, flat=_gathered(bucket.flat, places), layout=layout)
             mine = part.flat.clone() if bucket.feedback else part.flat
             reduced = await self._strategy(pattern).reduce(part)
             _scattered(reduced.mean, places, into=bucket.flat)
             gave_sent.append((places, reduced.sent, mine))
-            sound = sound and reduced.sound
+            bounded = bounded and reduced.bounded
         if not any(sent for _, sent, _ in gave_sent):
-            return Reduced(bucket.flat, sound=sound)
+            return Reduced(bucket.flat, bounded=bounded)
 
         def sent() -> Tensor:
             whole = torch.empty_like(bucket.flat)
@@ -72,7 +72,7 @@ class Route(Strategy):
                 _scattered(part_sent() if part_sent else mine, places, into=whole)
             return whole
 
-        return Reduced(bucket.flat, sent, sound)
+        return Reduced(bucket.flat, sent, bounded)
 
     def _leading(self) -> tuple[tuple[str, str], ...]:
         """Each pattern, and the first that has the same strategy."""

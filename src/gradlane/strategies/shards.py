@@ -41,7 +41,7 @@ class Shards:
         self._seed = bucket.seed(SALT, shared=False)
         self._kept: list[tuple[Payload, int]] | None = None
         self._own_sent: Tensor | None = None
-        self._sound = False
+        self._bounded = False
         whole = math.lcm(codec.granularity, self._answer.granularity)
         self.size = shard_size(bucket.flat.numel(), bucket.world, whole)
         """Of a shard on the wire: as long as the longest."""
@@ -119,7 +119,7 @@ class Shards:
             payload = encoded(self._answer, bucket, total, None, None, seed, "shard mean")
         else:
             payload = self._answer_with_feedback(total, seed)
-        self._sound = self._answer.sound(payload)
+        self._bounded = self._answer.bounded(payload)
         return payload
 
     def _answer_with_feedback(self, total: Tensor, seed: int) -> Payload:
@@ -148,7 +148,7 @@ class Shards:
         bucket = self._bucket
         for place, (part, payload) in enumerate(zip(self._parts, everyone, strict=True)):
             self._read(payload, part, bucket.seed(SALT + 1, shared=False, rank=place))
-        return Reduced(bucket.flat, self._sent(), self._sound)
+        return Reduced(bucket.flat, self._sent(), self._bounded)
 
     def _sent(self) -> Sent | None:
         kept, own = self._kept, self._own_sent

@@ -92,7 +92,7 @@ class AcpSGD(Strategy):
         message = message_in(await all_reduce(message.flat), parts, sizes, message.rest.numel())
 
         whole = [all_finite(factor) for factor in message.factors]
-        sound = is_small(message.flat)  # the other factor is orthonormal
+        bounded = is_small(message.flat)  # the other factor is orthonormal
         _expand_all(matrices, message.factors, known, flat, sends_rows)  # 2
         parts.scatter(message.rest, flat)
         if residual is not None:
@@ -108,7 +108,7 @@ class AcpSGD(Strategy):
             parts.scatter(own.rest, out)
             return out.to(bucket.flat.dtype)
 
-        return Reduced(narrowed_back(bucket, flat), sent if mine is not None else None, sound)
+        return Reduced(narrowed_back(bucket, flat), sent if mine is not None else None, bounded)
 
 
 def _expand_all(

@@ -124,7 +124,7 @@ class Step:
                 matrix.of(self.residual_out).zero_()
         self.cut.leave_rest(self.flat, self._rest, self.residual_out)
 
-    def sound(self) -> bool:
+    def bounded(self) -> bool:
         """P is orthonormal, so that what is in the answer is no larger than Q, and the rest."""
         seen = [part for part in (self._rest, self._averaged_qs) if part is not None]
         return all(self.fine) and all(map(is_small, seen))

@@ -92,13 +92,13 @@ class PowerSGD(Strategy):
             if remaining:
                 orthonormalise_all(qs)  # as large as M now: a product with M would be as large as its square
         step.answer(qs)  # 4
-        sound = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
+        usable = [(m, q) for m, q, fine in zip(step.cut.matrices, qs, step.fine, strict=True) if fine]
         if self.warm_start:
-            keep_factors(memory, sound)
+            keep_factors(memory, usable)
         if self.plan is not None:
-            self.plan.saw(bucket, sound)
+            self.plan.saw(bucket, usable)
             await note(ranks=sum(matrix.rank for matrix in step.cut.matrices))
-        return Reduced(narrowed_back(bucket, step.flat), step.sent(), step.sound())
+        return Reduced(narrowed_back(bucket, step.flat), step.sent(), step.bounded())
 
     def ranks(self) -> dict[str, int]:
         """The ranks that the budget gave, by name of parameter; none before the first step."""

@@ -126,7 +126,7 @@ class RankPlan(Shared):
             return
         if set(state) != set(KEPT):
             raise InvalidValue(f"the state of ranks has {sorted(state)}; it must have {', '.join(KEPT)}")
-        if not _sound(state):
+        if not _bounded(state):
             raise InvalidValue("the state of ranks is damaged; pass what state_dict() gave")
         self._decided, self._step = state["decided"], state["step"]
         layers = {name: Layer(cost, state["most"][name]) for name, cost in state["cost"].items()}
@@ -143,7 +143,7 @@ class RankPlan(Shared):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _sound(state: Mapping[str, Any]) -> bool:
+def _bounded(state: Mapping[str, Any]) -> bool:
     numbers = [state[name] for name in KEPT[:4]]
     numbers += [number for name in KEPT[4:7] for number in state[name].values()]
     return (
