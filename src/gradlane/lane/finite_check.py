@@ -18,7 +18,7 @@ class FiniteCheck:
     """Looks at the answer of every bucket while it is ``on``; a lane has one.
 
     What was seen rides with the message that ends a step. Answers are the same on every rank, so that it is
-    enough if those ranks look that are not ``bounded``; and if a strategy of one's own has a fault, all still agree.
+    enough if the ranks look that are not ``bounded``; if a strategy of one's own has a fault, all still agree.
     """
 
     def __init__(self) -> None:
