@@ -1,82 +1,173 @@
-"""gradlane: how gradients travel between workers in DistributedDataParallel.
+"""gradlane: how gradients travel between workers in PyTorch.
 
-A name is imported with its module when it is used first: ``import gradlane`` alone costs a few milliseconds.
-Type checkers read ``__init__.pyi``.
+Attach a strategy to a DDP model with ``attach``, or call ``reduce_gradients`` in a loop without DDP. The
+names that are imported here are the public ones; everything else in the package is internal.
+
+- Start and end: ``attach``, ``Attachment``, ``reduce_gradients``, ``init_elastic``, ``shutdown``
+- Means and wrappers: ``Mean``, ``Noop``, ``Cast``, ``After``, ``Route``, ``WeightedMean``, ``Private``
+- Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
+  (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``RandomK``, ``Raw``), or around
+  ``PowerSGD``, ``AcpSGD``
+- Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
+  ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
+- A strategy of your own: ``Strategy``, ``Bucket``, ``Reduced``, ``Memory``, ``Codec``, ``all_reduce``,
+  ``all_gather``, ``all_to_all``, ``step_sum``, ``note``, ``strategy_from``
+- Try and price it: ``Simulation``, ``check_strategy``, ``dry_run``
+- As text: ``parse``, ``describe``
+- Telemetry: ``JsonLines``, ``Sink``, ``Event``
 """
 
-from importlib import import_module as _import_module
-
 # DDP imports this module when it is first used. Its functions keep the default group as a default
-# argument, and one that exists by then would outlive its destruction: so import it before there is one.
+# argument, and a group that exists by then would outlive its destruction. So import it before there is one.
 import torch.distributed.nn.functional
 
 from ._version import __version__
+from .aggregate.adasum import AdaSum
+from .aggregate.centre import CenteredClipping, GeometricMedian
+from .aggregate.elementwise import Median, NearMedian, TrimmedMean
+from .aggregate.krum import Bulyan, Krum, MultiKrum
+from .aggregate.mean import mean
+from .aggregate.mixture import Mixture
+from .aggregate.nnm import NNM
+from .aggregate.rule import GramRule, RowRule, Rule
+from .aggregate.watch import Watch
+from .attachment import Attachment
+from .codecs.base import Codec
+from .codecs.fp8 import Fp8
+from .codecs.natural import Natural
+from .codecs.randomk import RandomK
+from .codecs.raw import Raw
+from .codecs.sign import Sign
+from .codecs.topk import TopK
+from .codecs.uniform import Int2, Int4, Int8
+from .core.bucket import Bucket, Slot
+from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note, step_sum
+from .core.events import Event, StepTimes, Timing
+from .core.memory import Memory
+from .core.strategy import Reduced, Strategy
+from .ddp import attach
+from .elastic import init_elastic
+from .ending import shutdown
+from .errors import (
+    GradlaneError,
+    InvalidValue,
+    NonFinite,
+    NotSaved,
+    PeerFailed,
+    PeerLost,
+    RanksDisagree,
+    WrongState,
+    WrongType,
+)
+from .reducer import Reducer, reduce_gradients
+from .simulate.check import Finding, check_strategy
+from .simulate.dryrun import StepCost, dry_run
+from .simulate.ranks import Simulation
+from .strategies.cast import Cast
+from .strategies.combined import Combined
+from .strategies.dgc import DGC
+from .strategies.exchange import Gathered, Sharded, Summed
+from .strategies.feedback import EF21, ErrorFeedback
+from .strategies.function import strategy_from
+from .strategies.lowrank.acpsgd import AcpSGD
+from .strategies.lowrank.powersgd import PowerSGD
+from .strategies.mean import Mean, Noop
+from .strategies.momentum import WorkerMomentum
+from .strategies.private import Private
+from .strategies.route import Route
+from .strategies.schedule import After
+from .strategies.text import describe, parse
+from .strategies.tokens import TokenCount
+from .strategies.weighted import WeightedMean
+from .telemetry.jsonl import JsonLines
+from .telemetry.sink import RunInfo, Sink
 
-_NAMES = {
-    "aggregate.adasum": "AdaSum",
-    "aggregate.centre": "CenteredClipping GeometricMedian",
-    "aggregate.krum": "Bulyan Krum MultiKrum",
-    "aggregate.mean": "mean",
-    "aggregate.elementwise": "Median NearMedian TrimmedMean",
-    "aggregate.nnm": "NNM",
-    "aggregate.mixture": "Mixture",
-    "aggregate.rule": "GramRule RowRule Rule",
-    "aggregate.watch": "Watch",
-    "attachment": "Attachment",
-    "codecs.base": "Codec",
-    "codecs.fp8": "Fp8",
-    "codecs.natural": "Natural",
-    "codecs.randomk": "RandomK",
-    "codecs.raw": "Raw",
-    "codecs.sign": "Sign",
-    "codecs.topk": "TopK",
-    "codecs.uniform": "Int2 Int4 Int8",
-    "core.bucket": "Bucket Slot",
-    "core.collectives": "Payload all_gather all_reduce all_to_all note step_sum",
-    "core.events": "Event StepTimes Timing",
-    "core.memory": "Memory",
-    "core.strategy": "Reduced Strategy",
-    "ddp": "attach",
-    "elastic": "init_elastic",
-    "ending": "shutdown",
-    "errors": "GradlaneError InvalidValue NonFinite NotSaved PeerFailed PeerLost RanksDisagree WrongState "
+__all__ = [
+    "DGC",
+    "EF21",
+    "NNM",
+    "AcpSGD",
+    "AdaSum",
+    "After",
+    "Attachment",
+    "Bucket",
+    "Bulyan",
+    "Cast",
+    "CenteredClipping",
+    "Codec",
+    "Combined",
+    "ErrorFeedback",
+    "Event",
+    "Finding",
+    "Fp8",
+    "Gathered",
+    "GeometricMedian",
+    "GradlaneError",
+    "GramRule",
+    "Int2",
+    "Int4",
+    "Int8",
+    "InvalidValue",
+    "JsonLines",
+    "Krum",
+    "Mean",
+    "Median",
+    "Memory",
+    "Mixture",
+    "MultiKrum",
+    "Natural",
+    "NearMedian",
+    "NonFinite",
+    "Noop",
+    "NotSaved",
+    "Payload",
+    "PeerFailed",
+    "PeerLost",
+    "PowerSGD",
+    "Private",
+    "RandomK",
+    "RanksDisagree",
+    "Raw",
+    "Reduced",
+    "Reducer",
+    "Route",
+    "RowRule",
+    "Rule",
+    "RunInfo",
+    "Sharded",
+    "Sign",
+    "Simulation",
+    "Sink",
+    "Slot",
+    "StepCost",
+    "StepTimes",
+    "Strategy",
+    "Summed",
+    "Timing",
+    "TokenCount",
+    "TopK",
+    "TrimmedMean",
+    "Watch",
+    "WeightedMean",
+    "WorkerMomentum",
+    "WrongState",
     "WrongType",
-    "reducer": "Reducer reduce_gradients",
-    "telemetry.jsonl": "JsonLines",
-    "telemetry.sink": "RunInfo Sink",
-    "simulate.check": "Finding check_strategy",
-    "simulate.dryrun": "StepCost dry_run",
-    "simulate.ranks": "Simulation",
-    "strategies.cast": "Cast",
-    "strategies.combined": "Combined",
-    "strategies.dgc": "DGC",
-    "strategies.exchange": "Gathered Sharded Summed",
-    "strategies.feedback": "ErrorFeedback EF21",
-    "strategies.function": "strategy_from",
-    "strategies.lowrank.acpsgd": "AcpSGD",
-    "strategies.lowrank.powersgd": "PowerSGD",
-    "strategies.mean": "Mean Noop",
-    "strategies.momentum": "WorkerMomentum",
-    "strategies.private": "Private",
-    "strategies.route": "Route",
-    "strategies.schedule": "After",
-    "strategies.text": "describe parse",
-    "strategies.tokens": "TokenCount",
-    "strategies.weighted": "WeightedMean",
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "attach",
+    "check_strategy",
+    "describe",
+    "dry_run",
+    "init_elastic",
+    "mean",
+    "note",
+    "parse",
+    "reduce_gradients",
+    "shutdown",
+    "step_sum",
+    "strategy_from",
+]
 
 del torch
-
-__all__ = [*sorted(_HOME), "__version__"]
-
-
-def __getattr__(name):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(f".{_HOME[name]}", __name__), name)
-    return value
-
-
-def __dir__():
-    return __all__

