@@ -17,11 +17,11 @@ from .core.strategy import Strategy
 from .feed.ddp import DdpFeed
 from .feed.ddp_waits import DdpWaits, watch_over
 from .feed.nonfinite import Guard
-from .feed.rebuilt import rebuilt_buckets
 from .lane.open import Opened
 from .lane.thread import ThreadLane
 from .session import Session
 from .settings import Settings
+from .torch_internals import divides_by_active, rebuild_buckets
 
 
 class Attachment(Session):
@@ -64,7 +64,7 @@ class Attachment(Session):
             rank=opened.rank,
             sizes=opened.sizes,
             name_of=partial(_name_of, self._names),  # not a method: in no cycle, it goes with its model
-            count_active=lambda: _counts_active(model()),
+            count_active=lambda: (ddp := model()) is not None and divides_by_active(ddp),
             guard=guard,
         )
         if isinstance(opened.lane, ThreadLane) and (ddp := model()) is not None:
@@ -81,7 +81,8 @@ class Attachment(Session):
 
     def _layout_to_come(self) -> list[list[str]]:
         with self._waits.during() if self._waits else nullcontext():
-            self._feed.expect(rebuilt_buckets(self._ddp()))
+            ddp = self._ddp()
+            self._feed.expect([] if ddp is None else rebuild_buckets(ddp))
         return super()._layout_to_come()
 
     def _synced(self) -> bool:
@@ -109,10 +110,3 @@ def _wrapping(ddp: DistributedDataParallel) -> str:
         f"bucket_cap_mb={ddp.bucket_bytes_cap / 2**20:g} find_unused_parameters={ddp.find_unused_parameters} "
         f"static_graph={ddp.static_graph}"
     )
-
-
-def _counts_active(ddp: DistributedDataParallel | None) -> bool:
-    """Whether ``join(divide_by_initial_world_size=False)`` is in force."""
-    if ddp is None or not ddp._join_config.enable:
-        return False
-    return not getattr(ddp, "_divide_by_initial_world_size", True)

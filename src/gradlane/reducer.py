@@ -22,7 +22,6 @@ from .feed.own_model import (
     one_device,
     sparse_names,
     trained_of,
-    uncompiled,
 )
 from .lane.one_rank import OneRank
 from .lane.open import Opened
@@ -30,6 +29,7 @@ from .session import Session
 from .settings import ScaledOptions, Settings, settings_of
 from .strategies.given import as_strategy
 from .strategies.text import describe
+from .torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NonFinite
+from ..torch_internals import write_count
 
 
 class Evaluated:
@@ -22,7 +23,7 @@ class Evaluated:
     def __init__(self, optimizer: Any) -> None:
         self._name = type(optimizer).__name__
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = [write_count(parameter) for parameter in self._parameters]
         self._before = _Before(optimizer) if isinstance(optimizer, torch.optim.LBFGS) else None
         self._skipped = False
 
@@ -30,7 +31,7 @@ class Evaluated:
         """The closure for the optimizer; the given one also says whether it met a skipped step."""
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            moved = self._versions != [parameter._version for parameter in self._parameters]
+            moved = self._versions != [write_count(parameter) for parameter in self._parameters]
             try:
                 loss, skipped = closure(*args, **kwargs)
             except BaseException:

@@ -18,8 +18,9 @@ from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from ..lane.base import Book, Lane, same
+from ..torch_internals import current_backward
 from .base import Feed, layout_of
-from .ddp_internals import current_backward, settle_after_backward
+from .ddp_internals import settle_after_backward
 from .nonfinite import Guard
 from .row_order import Order, order_of
 

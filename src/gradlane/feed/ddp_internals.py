@@ -11,16 +11,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from ..lane.base import Lane
 from ..lane.profiling import span
-
-
-def current_backward() -> int | None:
-    """A number for the ``backward`` this thread is in; None outside, where DDP shadows joined ranks."""
-    number = torch._C._current_graph_task_id()
-    return None if number == -1 else number
+from ..torch_internals import call_after_backward
 
 
 def settle_after_backward(
@@ -36,7 +29,6 @@ def settle_after_backward(
     when backward had computed all, and when the lane was done. Where it is ``hopeless`` that DDP comes to its
     end, the error does not wait for that.
     """
-    engine = torch.autograd.Variable._execution_engine
 
     def wait() -> None:
         if not whole():
@@ -49,9 +41,9 @@ def settle_after_backward(
             raise failure
         if failure is not None:
             # This callback was queued by the hook, before DDP's own. One queued now comes after it.
-            engine.queue_callback(partial(_raise, failure))
+            call_after_backward(partial(_raise, failure))
 
-    engine.queue_callback(wait)
+    call_after_backward(wait)
 
 
 def _raise(failure: BaseException) -> None:

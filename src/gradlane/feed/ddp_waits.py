@@ -23,26 +23,17 @@ from ..errors import PeerLost
 from ..lane.perform import sever
 from ..lane.thread import ThreadLane
 from ..lane.watchdog import FORWARD, Place, watch
+from ..torch_internals import (
+    COMMUNICATING_FILES,
+    COMMUNICATING_FUNCTIONS,
+    backend_of_group,
+    in_join,
+    unwrap_pre_forward,
+    wrap_pre_forward,
+)
 
-REBUILD = "in DDP's rebuild of its buckets"
-BUFFERS = "in DDP's broadcast of buffers"
-JOIN = "in DDP's join()"
-DOING = {
-    "_pre_forward": REBUILD,
-    "rebuilt_buckets": REBUILD,  # ours, before a checkpoint
-    "_sync_buffers": BUFFERS,
-    "_check_and_sync_module_buffers": BUFFERS,
-    "_check_global_requires_backward_grad_sync": JOIN,
-    "_sync_final_model": JOIN,
-    "main_hook": JOIN,
-    "notify_join_context": JOIN,
-    "_get_num_nonjoined_procs": JOIN,
-    "_notify_procs_to_terminate": JOIN,
-}
-"""What torch does in these functions of its own."""
 BROKEN = ("gloo", "pair closure", "onnection")
 """What is in Gloo's errors: its files, mostly, which are in no other error of DDP's."""
-FILES = ("nn/parallel/distributed.py", "distributed/algorithms/join.py", "feed/rebuilt.py")
 
 
 class DdpWaits:
@@ -107,7 +98,7 @@ class DdpWaits:
 
     def place(self) -> Place | None:
         ddp = self._ddp()
-        if ddp is None or not (self._inside or ddp._join_config.enable):
+        if ddp is None or not (self._inside or in_join(ddp)):
             return None
         doing = _doing(_outwards(sys._current_frames().get(self._trainer)))
         return None if doing is None else Place(self._step(), -1, FORWARD, doing)
@@ -129,7 +120,7 @@ class DdpWaits:
         """Close the connections of DDP's own group, here and for all who wait for this rank there: else they
         would wait for the group's own timeout."""
         if (ddp := self._ddp()) is not None:
-            sever(ddp.process_group._get_backend(torch.device("cpu")))
+            sever(backend_of_group(ddp.process_group, torch.device("cpu")))
 
     def _step(self) -> int:
         steps = self._steps()
@@ -137,29 +128,22 @@ class DdpWaits:
 
 
 def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], None]:
-    """Look at what DDP does before each forward; what is returned ends that."""
+    """Watch what DDP does before each forward; call the returned function to stop that."""
     model = weakref.ref(ddp)
 
-    def pre_forward(*inputs: Any, **kwargs: Any) -> Any:
-        own: Any = model()
-        with waits.during():
-            return type(own)._pre_forward(own, *inputs, **kwargs)
-
     def undo() -> None:
-        if (own := model()) is not None:
-            vars(own).pop("_pre_forward", None)
+        if (ddp := model()) is not None:
+            unwrap_pre_forward(ddp)
 
-    vars(ddp)["_pre_forward"] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        pre_forward, recursive=False
-    )
+    wrap_pre_forward(ddp, waits.during)
     return undo
 
 
 def _doing(frames: Iterator[FrameType]) -> str | None:
     """What the first of these frames that is DDP's own communication does."""
     for frame in frames:
-        doing = DOING.get(frame.f_code.co_name)
-        if doing is not None and frame.f_code.co_filename.replace("\\", "/").endswith(FILES):
+        doing = COMMUNICATING_FUNCTIONS.get(frame.f_code.co_name)
+        if doing is not None and frame.f_code.co_filename.replace("\\", "/").endswith(COMMUNICATING_FILES):
             return doing
     return None
 

@@ -9,6 +9,8 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..torch_internals import sparse_values
+
 
 class Leftover:
     """Knows for each parameter whether its gradient is that of a skipped step.
@@ -76,4 +78,4 @@ def _before_adding(leftover: weakref.ref[Leftover], key: int, grad: Tensor) -> N
 
 
 def _any(grad: Tensor) -> bool:
-    return bool((grad._values() if grad.is_sparse else grad).count_nonzero())
+    return bool((sparse_values(grad) if grad.is_sparse else grad).count_nonzero())

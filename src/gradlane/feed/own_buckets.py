@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_internals import assign_buckets, copy_each
 from .base import layout_of
 
 
@@ -38,8 +38,7 @@ class Parcel:
             else:
                 into.append(part)
                 found.append(gradient.to_dense() if gradient.is_sparse else gradient)
-        if found:
-            torch._foreach_copy_(into, found)
+        copy_each(into, found)
         return self._flat
 
     def spread(self, mean: Tensor, parameters: Sequence[Tensor], wanted: Sequence[bool]) -> None:
@@ -57,8 +56,7 @@ class Parcel:
             else:
                 into.append(gradient)
                 found.append(part)
-        if found:
-            torch._foreach_copy_(into, found)
+        copy_each(into, found)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -72,9 +70,7 @@ def parcels(
     """The last parameters first, as their gradients come in backward. DDP's rule: one dtype in each, full as
     soon as it holds ``limit`` bytes, and one parameter alone where the gradient is sparse."""
     order = list(reversed(range(len(parameters))))
-    groups, _ = dist._compute_bucket_assignment_by_size(
-        [parameters[place] for place in order], [limit], [sparse[place] for place in order]
-    )
+    groups = assign_buckets([parameters[place] for place in order], limit, [sparse[place] for place in order])
     found = []
     for group in groups:
         places = [order[index] for index in group]

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidValue, WrongState, WrongType
 from ..lane.one_rank import OneRank
+from ..torch_internals import uncompiled
 from .sharded_models import refuse_sharded
 
 Parameters = dict[str, nn.Parameter]
@@ -27,12 +28,6 @@ def checked_model(model: nn.Module) -> nn.Module:
         )
     refuse_sharded(model, "call it on a model that every rank has whole, without FSDP")
     return model
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given: it has the same parameters, under their own names."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def checked_group(group: dist.ProcessGroup | OneRank | None) -> Any:

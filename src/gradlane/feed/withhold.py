@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import WrongState
 from ..kernels.finite import all_finite
 from ..log import log
+from ..torch_internals import current_backward
 from .closures import Evaluated
-from .ddp_internals import current_backward
 from .leftover import Leftover
 
 Called: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
