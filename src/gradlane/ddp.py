@@ -59,7 +59,7 @@ def gradlane_hook(state: _Port, bucket: dist.GradBucket) -> torch.futures.Future
             WrongState("the attachment of this model was closed; attach again before you train on")
         )
         return completed_future(bucket.buffer())
-    return state.attachment.reduce(bucket)
+    return state.attachment.feed.reduce(bucket, state.attachment.strategy)
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +30,7 @@ from ..torch_internals import (
     unwrap_pre_forward,
     wrap_pre_forward,
 )
+from .step import Step
 
 BROKEN = ("gloo", "pair closure", "onnection")
 """What is in Gloo's errors: its files, mostly, which are in no other error of DDP's."""
@@ -43,11 +43,11 @@ class DdpWaits:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, lane: ThreadLane, steps: Any, *, limit: Limit, of_group: Limit
+        self, ddp: DistributedDataParallel, lane: ThreadLane, step: Step, *, limit: Limit, of_group: Limit
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._lane = lane
-        self._steps = weakref.ref(steps)
+        self._step = weakref.ref(step)
         self._shorter = limit.seconds < of_group.seconds  # else the group ends its waits itself
         self._limit = limit if self._shorter else of_group
         self._trainer = threading.get_ident()
@@ -66,12 +66,12 @@ class DdpWaits:
         except RuntimeError as error:
             if not any(words in str(error) for words in BROKEN):
                 raise
-            where = f"{Place(self._step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
+            where = f"{Place(self._next_step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
             raise self._lane.lost_elsewhere(where, error, self._limit, self._sever) from error
         finally:
             self._inside = False
 
-    def hopeless(self, failure: BaseException) -> bool:
+    def would_hang(self, failure: BaseException) -> bool:
         """Whether DDP would wait, at the end of this backward, for a rank that is lost: it compares then
         which parameters were used. That is ended here, and the model is of no more use."""
         ddp = self._ddp()
@@ -101,7 +101,7 @@ class DdpWaits:
         if ddp is None or not (self._inside or in_join(ddp)):
             return None
         doing = _doing(_outwards(sys._current_frames().get(self._trainer)))
-        return None if doing is None else Place(self._step(), -1, FORWARD, doing)
+        return None if doing is None else Place(self._next_step(), -1, FORWARD, doing)
 
     def _watch(self) -> None:
         over = threading.Event()
@@ -122,9 +122,9 @@ class DdpWaits:
         if (ddp := self._ddp()) is not None:
             sever(backend_of_group(ddp.process_group, torch.device("cpu")))
 
-    def _step(self) -> int:
-        steps = self._steps()
-        return -1 if steps is None else int(steps.step)
+    def _next_step(self) -> int:
+        step = self._step()
+        return -1 if step is None else step.next
 
 
 def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], None]:
