@@ -41,7 +41,7 @@ def stepping(way):
     """A function of rank and step that trains in one of the ways, without a word about time."""
     if way == "reducer":
         model = build()
-        reducer = gl.Reducer(model, "Mean()")
+        reducer = gl.attach_without_ddp(model, "Mean()")
 
         def step_without_ddp(rank, step):
             model(data(rank, step)).backward()

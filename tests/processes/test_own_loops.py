@@ -54,7 +54,7 @@ def as_ddp(rank, strategy):
         optimizer.step()
     own = copy.deepcopy(ddp.module)
     own_optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
-    reducer = gl.Reducer(own, strategy, bucket_mb=SMALL, timeout=30)
+    reducer = gl.attach_without_ddp(own, strategy, bucket_mb=SMALL, timeout=30)
     reducer.load_state_dict(attachment.state_dict())
     equal = []
     for step in range(2, 6):
@@ -233,21 +233,23 @@ def resumed(rank, folder, how):
             optimizer.step()
 
     straight = build()
-    with gl.Reducer(straight, strategy, bucket_mb=SMALL, timeout=30) as reducer:
+    with gl.attach_without_ddp(straight, strategy, bucket_mb=SMALL, timeout=30) as reducer:
         run(straight, reducer, range(6))
     first = build()
-    with gl.Reducer(first, strategy, bucket_mb=SMALL, timeout=30) as reducer:
+    with gl.attach_without_ddp(first, strategy, bucket_mb=SMALL, timeout=30) as reducer:
         run(first, reducer, range(3))
         state = reducer.state_dict()
         reducer.save(folder)
     second = copy.deepcopy(first)
     # In its first step a resumed run has the buckets that were saved, whatever its own are.
-    with gl.Reducer(second, strategy, bucket_mb=SMALL if how == "state" else 25.0, timeout=30) as reducer:
+    with gl.attach_without_ddp(
+        second, strategy, bucket_mb=SMALL if how == "state" else 25.0, timeout=30
+    ) as reducer:
         reducer.load_state_dict(state) if how == "state" else reducer.load(folder)
         assert reducer.step == 3
         run(second, reducer, range(3, 6) if how == "state" else range(3, 4))
     if how == "folder":
-        with gl.Reducer(first, strategy, bucket_mb=SMALL, timeout=30) as reducer:
+        with gl.attach_without_ddp(first, strategy, bucket_mb=SMALL, timeout=30) as reducer:
             reducer.load(folder)
             run(first, reducer, range(3, 4))
         straight = first
@@ -262,7 +264,7 @@ def test_a_resumed_loop_goes_on_bit_for_bit(how, tmp_path):
 def not_finite(rank, policy):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    reducer = gl.Reducer(model, "ErrorFeedback(Sharded(Int8()))", nonfinite=policy, timeout=30)
+    reducer = gl.attach_without_ddp(model, "ErrorFeedback(Sharded(Int8()))", nonfinite=policy, timeout=30)
     story = []
     for step in range(4):
         optimizer.zero_grad()
@@ -319,7 +321,7 @@ def test_memory_is_in_units_of_the_loss():
 
 def drifted(rank):
     model = build()
-    reducer = gl.Reducer(model, "Mean()", verify_every=2, timeout=30)
+    reducer = gl.attach_without_ddp(model, "Mean()", verify_every=2, timeout=30)
     for step in range(2):
         if rank == 1:
             with torch.no_grad():
@@ -374,7 +376,7 @@ def comes_and_goes(rank):
     del model
     gc.collect()
     assert gone() is None
-    with pytest.raises(gl.WrongState, match="the model of this reducer is gone"):
+    with pytest.raises(gl.WrongState, match="the model of this attachment was deleted"):
         first.reduce()
     other = build()
     compiled = torch.compile(other, backend="eager")

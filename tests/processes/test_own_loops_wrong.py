@@ -33,14 +33,14 @@ def wrong_use(rank):
         (nn.Sequential(DistributedDataParallel(build())), gl.WrongType, "this is a DDP model"),
         (list(build().parameters()), gl.WrongType, "needs a module, got list; pass the model"),
         (nn.Linear(2, 2).requires_grad_(False), gl.InvalidValue, "no parameter that needs a gradient"),
-        (nn.LazyLinear(2), gl.WrongState, "weight has no shape yet; run the model once"),
+        (nn.LazyLinear(2), gl.WrongState, "weight has no shape yet .*; run the model once"),
     ]:
         with pytest.raises(error, match=message):
             gl.reduce_gradients(given, "Mean()")
     model = ready(rank)
     for options, error, message in [
-        ({"bucket_mb": 0}, gl.InvalidValue, "bucket_mb=0 holds nothing"),
-        ({"bucket_mb": math.inf}, gl.InvalidValue, "bucket_mb=inf holds nothing, or no end of it"),
+        ({"bucket_mb": 0}, gl.InvalidValue, "bucket_mb=0 is not possible"),
+        ({"bucket_mb": math.inf}, gl.InvalidValue, "bucket_mb=inf is not possible; use a finite number"),
         ({"buckets": 3}, gl.WrongType, "there is no option 'buckets'; use observer"),
         ({"timeout": 0}, gl.InvalidValue, "timeout=0 leaves no time"),
         ({"nonfinite": "ignore"}, gl.InvalidValue, "nonfinite='ignore' is not known"),
@@ -52,19 +52,24 @@ def wrong_use(rank):
         gl.reduce_gradients(model, gl.Mean)
     reducer = gl.reduce_gradients(model, "Mean()", timeout=30)
     for options, message in [
-        ({"strategy": "Noop()"}, r"go by Mean\(\), this call asks for Noop\(\).*swap\(\).*close\(\)"),
+        (
+            {"strategy": "Noop()"},
+            r"Mean\(\) reduces the gradients of this model, and this call requests Noop\(\).*swap.*close",
+        ),
         ({"bucket_mb": 1.0}, "other options than the first one, which had bucket_mb=25"),
         ({"timeout": 31}, "other options than the first one.*timeout=30"),
     ]:
         with pytest.raises(gl.WrongState, match=message):
             gl.reduce_gradients(model, **{"strategy": "Mean()", "timeout": 30, **options})
-    with pytest.raises(gl.WrongState, match="this model has a reducer already"):
-        gl.Reducer(model, "Mean()")
-    with pytest.raises(gl.InvalidValue, match=r"saved by Noop\(\), this reducer runs Mean"):
+    with pytest.raises(gl.WrongState, match="this model has an attachment already"):
+        gl.attach_without_ddp(model, "Mean()")
+    with pytest.raises(gl.InvalidValue, match=r"saved by Noop\(\), this attachment runs Mean"):
         reducer.load_state_dict({**reducer.state_dict(), "strategy": "Noop()"})
     assert reducer.step == 1
     reducer.close()
-    with pytest.raises(gl.WrongState, match="this reducer is closed; make another Reducer"):
+    with pytest.raises(
+        gl.WrongState, match=r"this attachment is closed; call reduce_gradients\(model, strategy\)"
+    ):
         reducer.reduce()
     return True
 
@@ -138,7 +143,7 @@ def raising(rank):
         return gl.Reduced(await gl.all_reduce(bucket.flat))
 
     model = build()
-    reducer = gl.Reducer(model, fragile, bucket_mb=0.004, timeout=30)
+    reducer = gl.attach_without_ddp(model, fragile, bucket_mb=0.004, timeout=30)
     story = []
     for step in range(3):
         model.zero_grad()
@@ -180,7 +185,7 @@ def changing(rank, change):
             model.frozen.requires_grad_(False)
         if change == "added":
             del model.extra
-    if change in ("thawed", "added"):  # put right, the same reducer goes on
+    if change in ("thawed", "added"):  # put right, the same attachment goes on
         reducer.reduce()
         assert replicas_equal([p.grad for p in model.parameters() if p.requires_grad])
         assert reducer.step == 3
@@ -190,8 +195,8 @@ def changing(rank, change):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("thawed", "frozen is to be trained, and was frozen when the reducer was made; close"),
-        ("replaced", "scale is not the parameter that it was when the reducer was made; close"),
+        ("thawed", "frozen needs a gradient, and was frozen when the strategy was attached; close"),
+        ("replaced", "scale is not the parameter that it was when the strategy was attached; close"),
         ("added", "extra is not the parameter that it was"),
         ("removed", "cube is not the parameter that it was"),
     ],
@@ -222,9 +227,9 @@ def test_parameters_may_be_frozen_on_the_way():
 def out_of_memory(rank):
     """Rank 1 cannot copy the gradients of its second bucket."""
     model = ready(rank)
-    reducer = gl.Reducer(model, "Mean()", bucket_mb=0.004, timeout=30)
+    reducer = gl.attach_without_ddp(model, "Mean()", bucket_mb=0.004, timeout=30)
     reducer.reduce()
-    second = reducer._parcels[1]
+    second = reducer._buckets[1]
     if rank == 1:
         second.filled = raise_memory_error
     try:

@@ -82,7 +82,7 @@ class DdpWaits:
         self._sever()
         return True
 
-    def look(self) -> None:
+    def check(self) -> None:
         """If DDP waits, say who is late until it does so no more; and end it when it has waited too long."""
         place, now = self.place(), time.monotonic()
         if place != self._seen:
