@@ -242,9 +242,8 @@ def resumed(rank, folder, how):
         reducer.save(folder)
     second = copy.deepcopy(first)
     # In its first step a resumed run has the buckets that were saved, whatever its own are.
-    with gl.attach_without_ddp(
-        second, strategy, bucket_mb=SMALL if how == "state" else 25.0, timeout=30
-    ) as reducer:
+    bucket_mb = SMALL if how == "state" else 25.0
+    with gl.attach_without_ddp(second, strategy, bucket_mb=bucket_mb, timeout=30) as reducer:
         reducer.load_state_dict(state) if how == "state" else reducer.load(folder)
         assert reducer.step == 3
         run(second, reducer, range(3, 6) if how == "state" else range(3, 4))

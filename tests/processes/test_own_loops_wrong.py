@@ -54,7 +54,7 @@ def wrong_use(rank):
     for options, message in [
         (
             {"strategy": "Noop()"},
-            r"Mean\(\) reduces the gradients of this model, and this call requests Noop\(\).*swap.*close",
+            r"Mean\(\) reduces the gradients.*call requests Noop\(\).*swap.*close",
         ),
         ({"bucket_mb": 1.0}, "other options than the first one, which had bucket_mb=25"),
         ({"timeout": 31}, "other options than the first one.*timeout=30"),
@@ -67,9 +67,7 @@ def wrong_use(rank):
         reducer.load_state_dict({**reducer.state_dict(), "strategy": "Noop()"})
     assert reducer.step == 1
     reducer.close()
-    with pytest.raises(
-        gl.WrongState, match=r"this attachment is closed; call reduce_gradients\(model, strategy\)"
-    ):
+    with pytest.raises(gl.WrongState, match="this attachment is closed; call reduce_gradients"):
         reducer.reduce()
     return True
 
