@@ -212,7 +212,7 @@ def copies(rank):
     return [line for line in records if "attachment.skipped" in line]
 
 
-def test_master_weights_made_by_hand_are_told_of():
+def test_an_optimizer_of_copied_weights_is_warned_of():
     for said in run_ranks(copies, 2):
         assert len(said) == 1
-        assert "(SGD) of weights that are no parameters of the model" in said[0]
+        assert "its weights are not parameters of the model" in said[0]
