@@ -34,8 +34,8 @@ def init_elastic(
     """
     if taken := sorted({"store", "rank", "world_size", "init_method"} & set(options)):
         raise InvalidValue(
-            f"init_elastic takes {', '.join(taken)} from the environment that torchrun sets; leave it out, or "
-            "use torch.distributed.init_process_group"
+            f"init_elastic takes {', '.join(taken)} from the environment that torchrun sets; leave it out, "
+            "or use torch.distributed.init_process_group"
         )
     if dist.is_initialized():
         raise WrongState(

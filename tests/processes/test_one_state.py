@@ -47,7 +47,7 @@ def twins(rank):
     )
     plain = critic(7)
     stepped(plain, rank, 1)
-    told["reducer"] = refusal(gl.attach_without_ddp, plain, shared, timeout=20)
+    told["without DDP"] = refusal(gl.attach_without_ddp, plain, shared, timeout=20)
     second = gl.attach(two, copy.deepcopy(shared), timeout=20)  # nothing is in it yet
     told["swap"] = refusal(second.swap, shared)
     gl.attach(three, gl.Sharded(gl.Int8()), timeout=20)
@@ -105,7 +105,7 @@ def again(rank, folder):
     fresh = DistributedDataParallel(critic())
     told["again"] = refusal(gl.attach, fresh, strategy, timeout=20)
     told["a copy"] = refusal(gl.attach, fresh, copy.deepcopy(strategy), timeout=20)
-    told["a reducer"] = refusal(gl.attach_without_ddp, critic(), strategy, timeout=20)
+    told["without DDP"] = refusal(gl.attach_without_ddp, critic(), strategy, timeout=20)
     # The same model goes on with what it is residual, in another wrapper too.
     with gl.attach(DistributedDataParallel(nn.Sequential(*model)), strategy, timeout=20):
         assert torch.equal(strategy.state_dict()["memory"]["0.weight"], kept["0.weight"])

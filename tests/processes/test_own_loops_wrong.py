@@ -50,7 +50,7 @@ def wrong_use(rank):
             gl.reduce_gradients(model, "Mean()", **options)
     with pytest.raises(gl.WrongType, match="got the class Mean"):
         gl.reduce_gradients(model, gl.Mean)
-    reducer = gl.reduce_gradients(model, "Mean()", timeout=30)
+    own_loop = gl.reduce_gradients(model, "Mean()", timeout=30)
     for options, message in [
         (
             {"strategy": "Noop()"},
@@ -64,11 +64,11 @@ def wrong_use(rank):
     with pytest.raises(gl.WrongState, match="this model has an attachment already"):
         gl.attach_without_ddp(model, "Mean()")
     with pytest.raises(gl.InvalidValue, match=r"saved by Noop\(\), this attachment runs Mean"):
-        reducer.load_state_dict({**reducer.state_dict(), "strategy": "Noop()"})
-    assert reducer.step == 1
-    reducer.close()
+        own_loop.load_state_dict({**own_loop.state_dict(), "strategy": "Noop()"})
+    assert own_loop.step == 1
+    own_loop.close()
     with pytest.raises(gl.WrongState, match="this attachment is closed; call reduce_gradients"):
-        reducer.reduce()
+        own_loop.reduce()
     return True
 
 
@@ -141,14 +141,14 @@ def raising(rank):
         return gl.Reduced(await gl.all_reduce(bucket.flat))
 
     model = build()
-    reducer = gl.attach_without_ddp(model, fragile, bucket_mb=0.004, timeout=30)
+    own_loop = gl.attach_without_ddp(model, fragile, bucket_mb=0.004, timeout=30)
     story = []
     for step in range(3):
         model.zero_grad()
         model(data(rank, step)).backward()
         own = flat([p.grad for p in model.parameters() if p.requires_grad])
         try:
-            reducer.reduce()
+            own_loop.reduce()
         except (ArithmeticError, gl.PeerFailed) as error:
             story.append((step, type(error).__name__, getattr(error, "rank", None)))
             assert torch.equal(own, flat([p.grad for p in model.parameters() if p.requires_grad]))
@@ -164,7 +164,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_gradients_alone():
 def changing(rank, change):
     """A model that is not what the ranks agreed on, on rank 1 only: nobody waits for nothing."""
     model = ready(rank)
-    reducer = gl.reduce_gradients(model, "ErrorFeedback(Sharded(Int8()))", timeout=30)
+    own_loop = gl.reduce_gradients(model, "ErrorFeedback(Sharded(Int8()))", timeout=30)
     if rank == 1:
         if change == "thawed":
             model.frozen.requires_grad_(True)
@@ -175,7 +175,7 @@ def changing(rank, change):
         else:
             del model.cube
     try:
-        reducer.reduce()
+        own_loop.reduce()
     except (gl.WrongState, gl.PeerFailed) as error:
         story = f"{type(error).__name__}: {error}"
     if rank == 1:
@@ -184,9 +184,9 @@ def changing(rank, change):
         if change == "added":
             del model.extra
     if change in ("thawed", "added"):  # put right, the same attachment goes on
-        reducer.reduce()
+        own_loop.reduce()
         assert replicas_equal([p.grad for p in model.parameters() if p.requires_grad])
-        assert reducer.step == 3
+        assert own_loop.step == 3
     return story
 
 
@@ -225,19 +225,19 @@ def test_parameters_may_be_frozen_on_the_way():
 def out_of_memory(rank):
     """Rank 1 cannot copy the gradients of its second bucket."""
     model = ready(rank)
-    reducer = gl.attach_without_ddp(model, "Mean()", bucket_mb=0.004, timeout=30)
-    reducer.reduce()
-    second = reducer._buckets[1]
+    own_loop = gl.attach_without_ddp(model, "Mean()", bucket_mb=0.004, timeout=30)
+    own_loop.reduce()
+    second = own_loop._buckets[1]
     if rank == 1:
         second.filled = raise_memory_error
     try:
-        reducer.reduce()
+        own_loop.reduce()
     except (MemoryError, gl.PeerFailed) as error:
         story = f"{type(error).__name__}: {error}"
     if rank == 1:
         del second.filled
-    reducer.reduce()
-    return "rank 1 raised MemoryError: no room" in story or story == "MemoryError: no room", reducer.step
+    own_loop.reduce()
+    return "rank 1 raised MemoryError: no room" in story or story == "MemoryError: no room", own_loop.step
 
 
 def raise_memory_error(parameters):
