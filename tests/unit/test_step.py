@@ -63,9 +63,9 @@ def test_a_step_is_committed(step, book):
     assert (step.state, step.next) == (State.BEGUN, 0)
     submit(step, index=1)
     assert (step.state, step.number, step.next) == (State.SUBMITTED, 0, 1)
-    failure = step.wait()
+    assert step.wait() is None
     assert step.state is State.COMPUTED
-    assert step.end(failure, 0.0) is None
+    assert step.end(0.0) is None
     assert step.state is State.COMMITTED
     assert [type(times) for times in book.times] == [StepTimes]
     assert step.layout() == [["weight"], ["weight"]]
@@ -74,7 +74,8 @@ def test_a_step_is_committed(step, book):
 def test_a_mean_that_is_not_finite_skips_the_step(step, book):
     step.begin(gl.Mean())
     submit(step, float("nan"))
-    assert step.end(step.wait(), 0.0) is None
+    step.wait()
+    assert step.end(0.0) is None
     assert (step.state, book.skips) == (State.SKIPPED, 1)
 
 
@@ -83,7 +84,7 @@ def test_a_strategy_that_raises_fails_the_step(step):
     submit(step, strategy=Fragile())
     failure = step.wait()
     assert str(failure) == "broken"
-    assert step.end(failure, 0.0) is failure
+    assert step.end(0.0) is failure
     assert step.state is State.FAILED
 
 
@@ -103,6 +104,15 @@ def test_a_complete_step_that_nobody_ended_counts(step):
     step.finish()  # nothing is left to do
 
 
+@pytest.mark.parametrize(("strategy", "state"), [(gl.Mean(), State.COMMITTED), (Fragile(), State.FAILED)])
+def test_a_step_that_was_interrupted_before_its_end_is_finished(step, strategy, state):
+    step.begin(strategy)
+    submit(step, strategy=strategy)
+    step.wait()
+    step.finish()
+    assert step.state is state
+
+
 def test_what_is_out_of_order_is_refused(step):
     with pytest.raises(gl.WrongState, match=r"cannot become SUBMITTED .*it is IDLE"):
         submit(step)
@@ -115,7 +125,7 @@ def test_what_is_out_of_order_is_refused(step):
     with pytest.raises(gl.WrongState, match="it is SUBMITTED"):
         submit(step, index=1)
     with pytest.raises(gl.WrongState, match="cannot become COMMITTED"):
-        step.end(None, 0.0)
+        step.end(0.0)
 
 
 def test_the_readme_has_every_state_and_every_file():

@@ -98,8 +98,8 @@ class DdpFeed:
             return
         computed_at = time.perf_counter()
         with span("wait for the lane"):
-            failure = self.step.wait()
-        error = self.step.end(failure, computed_at)
+            self.step.wait()
+        error = self.step.end(computed_at)
         if error is not None and self.raises_at_once(error):
             raise error
         if error is not None:
@@ -109,7 +109,7 @@ class DdpFeed:
     def _end_joined(self) -> None:
         """A joined rank has no backward that could end its step. DDP waits for the step here anyway."""
         failure = self.step.wait()
-        error = self.step.end(failure, time.perf_counter())
+        error = self.step.end(time.perf_counter())
         if error is not None and error is not failure:  # DDP finds the failure in the futures
             raise error
 
