@@ -9,6 +9,7 @@ import torch
 import gradlane as gl
 from gradlane.core.bucket import Layout, Slot
 from gradlane.core.events import StepTimes
+from gradlane.feed.ddp import DdpFeed
 from gradlane.feed.nonfinite import NonFinitePolicy
 from gradlane.feed.step import NEXT, OVER, State, Step
 from gradlane.lane.one_rank import OneRank
@@ -102,6 +103,35 @@ def test_a_complete_step_that_nobody_ended_counts(step):
     step.finish()
     assert (step.state, step.next) == (State.COMMITTED, 1)
     step.finish()  # nothing is left to do
+
+
+class FakeBucket:
+    """What DDP gives a hook."""
+
+    def __init__(self, parameter, index):
+        self.parameter, self.position = parameter, index
+
+    def index(self):
+        return self.position
+
+    def is_last(self):
+        return self.position == 1
+
+    def buffer(self):
+        return torch.ones(self.parameter.numel())
+
+    def parameters(self):
+        return [self.parameter]
+
+
+def test_buckets_of_two_models_may_come_in_turns(step):
+    feed = DdpFeed(step, name_of=lambda bucket, position, parameter: f"{bucket}.{position}")
+    models = [[torch.nn.Parameter(torch.zeros(4)) for _ in range(2)] for _ in range(2)]
+    for index in range(2):
+        for parameters in models:
+            future = feed.reduce(FakeBucket(parameters[index], index), gl.Mean())
+            assert torch.equal(future.wait(), torch.ones(4))
+    assert (step.state, step.next) == (State.COMMITTED, 2)
 
 
 @pytest.mark.parametrize(("strategy", "state"), [(gl.Mean(), State.COMMITTED), (Fragile(), State.FAILED)])

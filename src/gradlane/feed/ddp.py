@@ -64,7 +64,8 @@ class DdpFeed:
     def reduce(self, bucket: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
         backward = current_backward()
         joined = backward is None  # outside of backward DDP shadows the others for a joined rank
-        if bucket.index() == 0:
+        # A compat hook may serve two models: buckets of one may come after the last bucket of the other.
+        if bucket.index() == 0 or self.step.state is not State.BEGUN:
             self.step.begin(strategy, joined=joined)
             self._counts_active = self._divides_by_active()
         contents = self._contents_of(bucket)
