@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..core.numbers import is_number, is_whole
 from ..errors import InvalidValue, WrongType
+from ..torch_internals import timeout_of_group
 
 LONGEST_TIMEOUT = 30 * 86_400.0  # threads, stores and Gloo all count this far
 LONGEST_PATIENCE = 10.0
@@ -39,7 +40,7 @@ def limit_of_group(group: Any, device: torch.device) -> Limit:
     if group.size() == 1:  # waits for itself, and for its disk
         return Limit(torchs_own(None).total_seconds())
     try:
-        seconds = group._get_backend(device).options._timeout.total_seconds()
+        seconds = timeout_of_group(group, device).total_seconds()
     except (AttributeError, RuntimeError):  # a wrapper, or a backend that does not tell
         seconds = torchs_own(dist.get_backend(group)).total_seconds()
     return Limit(min(seconds, LONGEST_TIMEOUT), OF_THE_GROUP)

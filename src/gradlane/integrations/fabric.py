@@ -12,12 +12,13 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..alone import Alone
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongType
 from ..session import Session
+from ..session.one_process import OneProcess
 from ..settings import Options
+from ..torch_internals import uncompiled
 from .ddp_only import needs_ddp
 from .one_process import reduce_after_backward
 
@@ -42,13 +43,13 @@ def attach_fabric(
             "first, and pass what it returned"
         )
     inner = module._forward_module
-    model = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
+    model = uncompiled(inner)  # a compiled module holds the one that has the gradients
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, scaler=scaler, **options)
     if not isinstance(fabric.strategy, SingleDeviceStrategy):
         raise WrongType(needs_ddp("Fabric", type(fabric.strategy).__name__))
-    alone = Alone(model, strategy, scaler=scaler, **options)
+    alone = OneProcess(model, strategy, scaler=scaler, **options)
     accumulating = _Accumulating(fabric, module)
     reduce_after_backward(fabric, alone, lambda: not accumulating.now)
     return alone

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..alone import Alone
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..session import Session
+from ..session.one_process import OneProcess
 from ..settings import ScaledOptions
+from ..torch_internals import uncompiled
 from .resume import go_on
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def attach_ray(
     """
     if not dist.is_initialized():
         raise WrongState("there is no process group; call attach_ray in the train loop of a TorchTrainer")
-    attachment = _attached(getattr(model, "_orig_mod", model), strategy, options)
+    attachment = _attached(uncompiled(model), strategy, options)
     checkpoint = ray.train.get_checkpoint() if resume else None
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
@@ -59,7 +60,7 @@ def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions
             f"gradlane works on DDP models, got a {type(model).__name__}; call model = "
             "ray.train.torch.prepare_model(model) first, and pass what it returned"
         )
-    alone = Alone(model, strategy, **options)
+    alone = OneProcess(model, strategy, **options)
     alone.after_every_backward()
     return alone
 

@@ -15,9 +15,10 @@ from transformers.training_args import ParallelMode
 from ..core.strategy import Strategy
 from ..errors import WrongState, WrongType
 from ..session import Session
-from ..settings import Options, settings_of
+from ..settings import Options, Settings
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
+from ..torch_internals import uncompiled
 from .one_process import attached
 from .resume import go_on
 
@@ -65,7 +66,7 @@ def attach_trainer(
             f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
             "or more processes: torchrun --nproc-per-node 2 train.py"
         )
-    settings_of(**options)  # what is wrong with them is told now, not when training begins
+    Settings(**options)  # what is wrong with them is told now, not when training begins
     callback = GradientComm(trainer, as_strategy(strategy), options, metrics, resume)
     # First of all: those that report what is logged must find the metrics there.
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -114,7 +115,7 @@ class GradientComm(TrainerCallback):
     ) -> None:
         self._close()  # a batch size that was too large begins again
         wrapped = self._trainer.model_wrapped
-        model = getattr(wrapped, "_orig_mod", wrapped)  # a compiled module holds the one with the gradients
+        model = uncompiled(wrapped)  # a compiled module holds the one with the gradients
         alone = args.parallel_mode == ParallelMode.NOT_PARALLEL
         if not isinstance(model, DistributedDataParallel) and not alone:
             raise WrongType(

@@ -14,7 +14,7 @@ from ..core.running import Running
 from ..log import log
 
 ROLL_CALL, FORWARD = -1, -2
-"""In place of a bucket: what a ``Reducer`` begins with, and DDP."""
+"""In place of a bucket: what a loop without DDP begins with, and DDP."""
 PULSE = 1.0  # seconds between two signs of life, at most
 
 
