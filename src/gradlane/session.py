@@ -33,7 +33,7 @@ from .feed.drift import DriftCheck
 from .feed.loss_scale import Scaler, checked_scaler
 from .feed.nonfinite import Guard
 from .feed.withhold import Withheld
-from .lane.base import Lane, wait_for_the_leaving
+from .lane.base import Lane, join_ending_threads
 from .lane.open import Opened, open_lane
 from .log import log
 from .settings import Settings
@@ -356,7 +356,7 @@ def close_all() -> None:
     """Close all that is still open."""
     for session in list(_open):
         session.close()
-    wait_for_the_leaving()
+    join_ending_threads()
 
 
 # For those who forget: a lane that is open when the interpreter goes could take it down.

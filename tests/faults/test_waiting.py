@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane import compat
-from gradlane.agree.limits import limit_of_group, torchs_own
+from gradlane.agree.limits import limit_of_group, torch_default_timeout
 from gradlane.integrations import lightning_checkpoints
 from gradlane.local import run_ranks
 
@@ -124,7 +124,8 @@ def test_a_group_that_does_not_tell_has_what_torch_gives_one(monkeypatch):
             raise RuntimeError("no backend for this device")
 
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    assert limit_of_group(Silent(), torch.device("cpu")).seconds == torchs_own("gloo").total_seconds() == 1800
+    seconds = torch_default_timeout("gloo").total_seconds()
+    assert limit_of_group(Silent(), torch.device("cpu")).seconds == seconds == 1800
 
 
 def rank_0_saves_long(rank, folder, timeouts):

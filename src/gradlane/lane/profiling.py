@@ -10,7 +10,7 @@ _nothing = nullcontext()
 
 
 def span(what: str) -> AbstractContextManager[object]:
-    """``gradlane: what`` in a torch.profiler trace; one look at a flag where no profiler runs.
+    """``gradlane: what`` in a torch.profiler trace; one check of a flag if no profiler runs.
 
     torch profiles the thread that started it and backward's. Spans of the lane's own thread show with
     ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
