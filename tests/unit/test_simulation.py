@@ -270,7 +270,7 @@ def test_a_strategy_that_forgets_its_collective_is_told(world):
 
     values = gradients(*range(world))
     with pytest.raises(
-        gl.RanksDisagree, match=r"ranks 0 and 1 have different answers for 'a'.*did reduce forget"
+        gl.RanksDisagree, match=r"ranks 0 and 1 have different results for 'a'.*did reduce forget"
     ):
         gl.Simulation(forgets, world=world).step(values)
     with pytest.raises(gl.RanksDisagree, match="never by a rank's own values"):

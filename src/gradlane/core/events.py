@@ -1,4 +1,4 @@
-"""One performed request: what it costs on the wire, and where its time went; and who is told of it."""
+"""One performed request: what it costs on the wire, and where its time went; and who listens."""
 
 from __future__ import annotations
 

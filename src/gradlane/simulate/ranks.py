@@ -18,7 +18,7 @@ from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy, check_world
 from ..errors import InvalidValue, RanksDisagree, WrongState, WrongType
 from ..strategies.text import parse
-from .after import must_be_alike, poison
+from .after import check_equal_results, poison
 from .answers import exchange
 from .buckets import flattened, scope_sizes, split
 
@@ -75,7 +75,7 @@ class Simulation:
             self.events += step.events
             for bucket in buckets:
                 bucket.close()
-        must_be_alike(step.results, self.strategies, self.steps, asked=bool(step.events))
+        check_equal_results(step.results, self.strategies, self.steps, asked=bool(step.events))
         poison(step.temporary)
         poison(buffer for scratch in self._scratch.values() for buffer in scratch.buffers())
         self.steps += 1
