@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .core.strategy import Strategy
-from .feed.ddp_internals import current_backward
 from .lane.one_rank import OneRank
 from .log import log
 from .reducer import Reducer
 from .settings import ScaledOptions
+from .torch_internals import call_after_backward, current_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,8 +58,7 @@ class Alone(Reducer):
             living, backward = me(), current_backward()
             if living is not None and living._backward != backward:
                 living._backward = backward
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(living.backward_ended)
+                call_after_backward(living.backward_ended)
 
         model = self._module()
         assert model is not None

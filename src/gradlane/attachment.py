@@ -7,21 +7,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .agree.limits import limit_of_group
 from .core.strategy import Strategy
 from .feed.ddp import DdpFeed
 from .feed.ddp_waits import DdpWaits, watch_over
-from .feed.nonfinite import Guard
-from .feed.rebuilt import rebuilt_buckets
 from .lane.open import Opened
 from .lane.thread import ThreadLane
 from .session import Session
 from .settings import Settings
+from .torch_internals import divides_by_active, rebuild_buckets
 
 
 class Attachment(Session):
@@ -32,7 +29,6 @@ class Attachment(Session):
 
     kind = "attachment"
     again = "attach again"
-    _feed: DdpFeed
 
     def __init__(self, ddp: DistributedDataParallel, strategy: Strategy, settings: Settings) -> None:
         self._ddp = weakref.ref(ddp)
@@ -45,43 +41,34 @@ class Attachment(Session):
             must_agree={"wrapping": _wrapping(ddp)},
         )  # fmt: skip
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        if bucket.index() == 0:
-            self._step_begins()
-        return self._feed.reduce(bucket, self.strategy)
-
     def close(self) -> None:
         self.on_close()
         self.on_close = _nothing
         self._watch_no_more()
         super().close()
 
-    def _fed(self, opened: Opened, guard: Guard) -> DdpFeed:
+    def _start_feed(self, opened: Opened) -> None:
         model = self._ddp
-        feed = DdpFeed(
-            opened.lane,
-            self._ledger,
-            rank=opened.rank,
-            sizes=opened.sizes,
-            name_of=partial(_name_of, self._names),  # not a method: in no cycle, it goes with its model
-            count_active=lambda: _counts_active(model()),
-            guard=guard,
+        self.feed = DdpFeed(
+            self._step,
+            name_of=partial(_name_of, self._names),  # not a method: that would keep this object alive
+            divides_by_active=lambda: (ddp := model()) is not None and divides_by_active(ddp),
         )
         if isinstance(opened.lane, ThreadLane) and (ddp := model()) is not None:
-            self._watch_over(ddp, opened.lane, feed)
-        return feed
+            self._watch_over(ddp, opened.lane)
 
-    def _watch_over(self, ddp: DistributedDataParallel, lane: ThreadLane, feed: DdpFeed) -> None:
+    def _watch_over(self, ddp: DistributedDataParallel, lane: ThreadLane) -> None:
         """DDP's own collectives: they have no part in the lane, but the same ranks to wait for."""
         of_group = limit_of_group(ddp.process_group, ddp.device)
-        self._waits = DdpWaits(ddp, lane, feed, limit=lane.board.limit, of_group=of_group)
+        self._waits = DdpWaits(ddp, lane, self._step, limit=lane.board.limit, of_group=of_group)
         self._watch_no_more = watch_over(ddp, self._waits)
         lane.when_idle = self._waits.look
-        feed.hopeless = self._waits.hopeless
+        self.feed.raises_at_once = self._waits.would_hang
 
     def _layout_to_come(self) -> list[list[str]]:
         with self._waits.during() if self._waits else nullcontext():
-            self._feed.expect(rebuilt_buckets(self._ddp()))
+            ddp = self._ddp()
+            self.feed.expect([] if ddp is None else rebuild_buckets(ddp))
         return super()._layout_to_come()
 
     def _synced(self) -> bool:
@@ -109,10 +96,3 @@ def _wrapping(ddp: DistributedDataParallel) -> str:
         f"bucket_cap_mb={ddp.bucket_bytes_cap / 2**20:g} find_unused_parameters={ddp.find_unused_parameters} "
         f"static_graph={ddp.static_graph}"
     )
-
-
-def _counts_active(ddp: DistributedDataParallel | None) -> bool:
-    """Whether ``join(divide_by_initial_world_size=False)`` is in force."""
-    if ddp is None or not ddp._join_config.enable:
-        return False
-    return not getattr(ddp, "_divide_by_initial_world_size", True)

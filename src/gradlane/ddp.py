@@ -23,6 +23,7 @@ from .lane.base import completed_future
 from .settings import settings_of
 from .strategies.given import as_strategy
 from .telemetry.sink import Observer
+from .torch_internals import call_after_backward, registered_hook, steps_in_backward, uncompiled
 
 
 class _Port:
@@ -58,16 +59,15 @@ def gradlane_hook(state: _Port, bucket: dist.GradBucket) -> torch.futures.Future
             WrongState("the attachment of this model was closed; attach again before you train on")
         )
         return completed_future(bucket.buffer())
-    return state.attachment.reduce(bucket)
+    return state.attachment.feed.reduce(bucket, state.attachment.strategy)
 
 
 def _raise_after_backward(error: Exception) -> None:
     def complain() -> None:
         raise error
 
-    engine = torch.autograd.Variable._execution_engine
     # Twice, so that it runs after DDP's own callback, which leaves the model usable.
-    engine.queue_callback(lambda: engine.queue_callback(complain))
+    call_after_backward(lambda: call_after_backward(complain))
 
 
 def attach(
@@ -114,9 +114,9 @@ def attach(
         raise WrongState(
             "this model has an attachment already; use attachment.swap(strategy), or close() it first"
         )
-    if port is None and ddp._comm_hooks:
+    if port is None and (hook := registered_hook(ddp)) is not None:
         raise WrongState(
-            f"DDP has the hook {ddp._comm_hooks[0][0].__qualname__!r} registered, and takes one for "
+            f"DDP has the hook {hook!r} registered, and takes one for "
             "ever; build the DDP model anew, or do not register that hook"
         )
     settings = settings_of(observer, timeout, ranks_per_node, nonfinite, scaler, verify_every)
@@ -148,7 +148,7 @@ def _before_first_forward(ddp: torch.nn.Module, check: Callable[[torch.nn.Module
 
 def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
     for name, parameter in ddp.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if steps_in_backward(parameter):
             raise WrongState(
                 f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward): DDP would "
                 "take a hook of its own for it, and no other. Make the model without it, and call "
@@ -169,8 +169,7 @@ def _check_model(ddp: object) -> None:
             "the model in DistributedDataParallel, then attach"
         )
     if not isinstance(ddp, DistributedDataParallel):
-        inner = getattr(ddp, "_orig_mod", None)
-        if isinstance(inner, DistributedDataParallel):
+        if isinstance(uncompiled(ddp), DistributedDataParallel):
             raise WrongType("attach to the DDP model itself, before or after torch.compile(ddp) took it")
         if isinstance(ddp, torch.nn.Module):
             refuse_sharded(

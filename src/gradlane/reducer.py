@@ -12,17 +12,15 @@ from torch import nn
 from .core.numbers import is_number
 from .core.strategy import Strategy
 from .errors import InvalidValue, WrongState
-from .feed.nonfinite import Guard
-from .feed.own_buckets import parcels
-from .feed.own_loop import OwnFeed
-from .feed.own_model import (
+from .feed.own_buckets import own_buckets
+from .feed.own_loop import OwnLoopFeed
+from .feed.own_model_checks import (
     Parameters,
     checked_group,
     checked_model,
     one_device,
     sparse_names,
     trained_of,
-    uncompiled,
 )
 from .lane.one_rank import OneRank
 from .lane.open import Opened
@@ -30,6 +28,7 @@ from .session import Session
 from .settings import ScaledOptions, Settings, settings_of
 from .strategies.given import as_strategy
 from .strategies.text import describe
+from .torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -57,7 +56,6 @@ class Reducer(Session):
 
     kind = "reducer"
     again = "make another Reducer"
-    _feed: OwnFeed
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class Reducer(Session):
         )  # fmt: skip
         limit = max(1, int(self.bucket_mb * 2**20))
         flags = [name in sparse for name in trained]
-        self._parcels = parcels(self._trained, list(trained.values()), flags, limit)
+        self._buckets = own_buckets(self._trained, list(trained.values()), flags, limit)
         _kept.append(self)
         weakref.finalize(model, _drop, weakref.ref(self)).atexit = False
 
@@ -104,12 +102,11 @@ class Reducer(Session):
         if model is None:
             raise WrongState("the model of this reducer is gone; make another one for the model you train")
         self._must_be_open()
-        self._step_begins()
         now = dict(model.named_parameters())
         if (wrong := self._changed(now)) is not None:
             self._feed.refuse(wrong, self.strategy)
         else:
-            self._feed.reduce(self._parcels, [now[name] for name in self._trained], self.strategy)
+            self._feed.reduce(self._buckets, [now[name] for name in self._trained], self.strategy)
 
     def swap(self, strategy: Strategy | str) -> None:
         super().swap(strategy)
@@ -117,7 +114,7 @@ class Reducer(Session):
 
     def close(self) -> None:
         super().close()
-        self._parcels = []
+        self._buckets = []
         if self in _kept:
             _kept.remove(self)
 
@@ -140,8 +137,8 @@ class Reducer(Session):
                 f"{self.settings}; options stay as they are: close() the reducer to begin anew"
             )
 
-    def _fed(self, opened: Opened, guard: Guard) -> OwnFeed:
-        return OwnFeed(opened.lane, self._ledger, rank=opened.rank, sizes=opened.sizes, guard=guard)
+    def _start_feed(self, opened: Opened) -> None:
+        self._feed = OwnLoopFeed(self._step)
 
     def _changed(self, now: Parameters) -> WrongState | None:
         """Parameters that came, went or thawed since the ranks agreed: their gradients would not travel."""

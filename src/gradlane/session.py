@@ -28,11 +28,11 @@ from .core.home import Home
 from .core.strategy import Strategy, named_states, shared_state
 from .core.stray import refuse_stray, stray
 from .errors import InvalidValue, WrongState
-from .feed.base import Feed
 from .feed.drift import DriftCheck
 from .feed.loss_scale import Scaler, checked_scaler
-from .feed.nonfinite import Guard
-from .feed.withhold import Withheld
+from .feed.nonfinite import NonFinitePolicy
+from .feed.optimizer_hooks import OptimizerHooks
+from .feed.step import State, Step
 from .lane.base import Lane, join_ending_threads
 from .lane.open import Opened, open_lane
 from .log import log
@@ -47,6 +47,7 @@ from .telemetry.sink import RunInfo
 FORMAT = 2  # of state_dict
 
 Self = TypeVar("Self", bound="Session")
+T = TypeVar("T")
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -110,20 +111,32 @@ class Session(ABC):
         self._unless_closed.atexit = False  # there is ``close_all`` then
         self._world = opened.sizes["world"]
         self._swaps = 0
-        self._withheld = Withheld(module.named_parameters(), _weakly(self._synced))
-        self._feed = self._fed(opened, Guard(settings.nonfinite, opened.lane.check, self._withheld))
-        self._feed.scaler = settings.scaler
-        self._began = self._feed.step
-        if settings.verify_every is not None:
-            self._feed.drift = DriftCheck(
-                settings.verify_every, opened.lane, opened.rank, opened.sizes["world"],
-                weights=self._alike, state=lambda: shared_state(self.strategy),
-            )  # fmt: skip
+        self._optimizers = OptimizerHooks(module.named_parameters(), _weakly(self._synced, default=True))
+        self._step = Step(
+            opened.lane,
+            self._ledger,
+            rank=opened.rank,
+            sizes=opened.sizes,
+            policy=NonFinitePolicy(settings.nonfinite, opened.lane.check, self._optimizers),
+            scaler=settings.scaler,
+            drift=self._drift_check(opened),
+        )
+        self._step.on_begin = _weakly(self._step_begins, default=None)
+        self._start_feed(opened)
         _open.add(self)
         log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.sizes["world"])
 
     @abstractmethod
-    def _fed(self, opened: Opened, guard: Guard) -> Feed: ...
+    def _start_feed(self, opened: Opened) -> None:
+        """Make what turns gradients into buckets of ``self._step``."""
+
+    def _drift_check(self, opened: Opened) -> DriftCheck | None:
+        if self.settings.verify_every is None:
+            return None
+        return DriftCheck(
+            self.settings.verify_every, opened.lane, opened.rank, opened.sizes["world"],
+            weights=self._alike, state=lambda: shared_state(self.strategy),
+        )  # fmt: skip
 
     def _synced(self) -> bool:
         """Whether a backward under way ends with the mean of all ranks."""
@@ -136,12 +149,12 @@ class Session(ABC):
 
     def _layout_to_come(self) -> list[list[str]]:
         """The buckets of the next step; all ranks ask together."""
-        return self._feed.layout()
+        return self._step.layout()
 
     @property
     def step(self) -> int:
         """The step that is next; counts those with synchronisation only."""
-        return self._feed.step
+        return self._step.next
 
     @property
     def is_open(self) -> bool:
@@ -151,16 +164,16 @@ class Session(ABC):
     def skipped(self) -> bool:
         """Whether the last step was skipped; its gradients are not finite, and torch's optimizers get none.
         For optimizers that are not torch's, and for weights that you copy by hand."""
-        return self._feed.guard.skipped
+        return self._step.state is State.SKIPPED
 
     @property
     def scaler(self) -> Scaler | None:
         """What knows the scale of the loss; set it if the scaler is made later."""
-        return self._feed.scaler
+        return self._step.scaler
 
     @scaler.setter
     def scaler(self, scaler: Scaler | None) -> None:
-        self._feed.scaler = checked_scaler(scaler)
+        self._step.scaler = checked_scaler(scaler)
 
     def swap(self, strategy: Strategy | str) -> None:
         """Go on with another strategy from the next step on.
@@ -171,7 +184,7 @@ class Session(ABC):
         what does not.
         """
         self._must_be_between_steps("swap")
-        self._feed.finish_step()
+        self._step.finish()
         strategy = as_strategy(strategy)
         told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
         against = objection_to(strategy, self._module(), self._world, self._home)
@@ -204,7 +217,7 @@ class Session(ABC):
         """
         self._must_not_be_in_a_step("save")
         board = self._allowing(timeout, "save")
-        self._feed.finish_step()
+        self._step.finish()
         save(board, Path(path), self._subject(), self._layout_to_come)
 
     def load(
@@ -220,7 +233,7 @@ class Session(ABC):
         self._home.used = True
         with nothing_unspent(self.strategy):
             loaded = load(self._allowing(timeout, "load"), Path(path), self._subject(), strict)
-        self._feed.go_to(loaded.step, loaded.layout)
+        self._step.go_to(loaded.step, loaded.layout)
 
     def _allowing(self, timeout: float | timedelta | None, doing: str) -> Board:
         seconds = checked_timeout(timeout) or self._board.timeout
@@ -230,7 +243,7 @@ class Session(ABC):
 
     def _subject(self) -> Subject:
         text = describe(self.strategy, shared_only=True)
-        return Subject(self.strategy, text, self.step, self._parameters, self._feed.layout())
+        return Subject(self.strategy, text, self.step, self._parameters, self._step.layout())
 
     def works_with(self, state: object) -> bool:
         """Whether this very state of a strategy is at work here."""
@@ -239,20 +252,20 @@ class Session(ABC):
     def _step_begins(self) -> None:
         """Before the first bucket of a step goes on its way."""
         self._home.used = True
-        if not self._looked and self._feed.step > self._began:
+        if not self._looked and self._step.next > 0:
             self._looked = True
             for told in stray(self.strategy):
                 log.warning("%s", told)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
-        self._feed.finish_step()
+        self._step.finish()
         refuse_stray(self.strategy)
         return {
             "format": FORMAT,
             "step": self.step,
             "strategy": describe(self.strategy, shared_only=True),
-            "layout": self._feed.layout(),
+            "layout": self._step.layout(),
             "state": self.strategy.state_dict(),
         }
 
@@ -278,7 +291,7 @@ class Session(ABC):
             raise InvalidValue(f"{error}; pass what state_dict() gave") from None
         self._home.used = True
         self._take(state["state"])
-        self._feed.go_to(state["step"], layout)
+        self._step.go_to(state["step"], layout)
 
     def _take(self, state: object) -> None:
         """All of a plain state, or nothing."""
@@ -301,8 +314,8 @@ class Session(ABC):
             return
         self._closed = True
         self._unless_closed.detach()
-        self._feed.lane.close()
-        self._withheld.close()
+        self._step.lane.close()
+        self._optimizers.close()
         self._ledger.close()
         _open.discard(self)
 
@@ -333,14 +346,14 @@ class Session(ABC):
         self._must_not_be_in_a_step(doing)
 
     def _must_not_be_in_a_step(self, doing: str) -> None:
-        if self._feed.in_step:
+        if self._step.state is State.BEGUN:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
 
 
-def _weakly(asked: Callable[[], bool]) -> Callable[[], bool]:
-    """Whose method it is goes with its model, and is in no cycle."""
-    found = weakref.WeakMethod(asked)
-    return lambda: (own := found()) is None or own()
+def _weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
+    """Calls a method of an object without keeping the object; ``default`` when it is gone."""
+    found = weakref.WeakMethod(method)
+    return lambda: default if (bound := found()) is None else bound()
 
 
 def _model_went(session: weakref.ref[Session], lane: Lane) -> None:

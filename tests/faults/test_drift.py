@@ -5,7 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
-from gradlane.feed.drift import hashed, odd_ones
+from gradlane.feed.drift import hashed, minority
 from gradlane.local import run_ranks
 
 from ..support.training import build, data, replicas_equal
@@ -68,13 +68,13 @@ def test_ranks_that_have_joined_take_part_and_do_not_count():
         assert "step 7: rank 2 of 3 has drifted from the others in layers.2.weight;" in message
 
 
-def test_odd_ones():
-    assert odd_ones([0, 1, 1]) == odd_ones([0, 1, 0]) == odd_ones([0, 0]) == []
-    assert odd_ones([0, 1, 0, 2]) == [3]
-    assert odd_ones([1, 1, 1]) == []
-    assert odd_ones([1, 2, 1]) == [1]
-    assert odd_ones([2, 1, 1, 3]) == [0, 3]
-    assert odd_ones([1, 2]) == [1]
+def test_minority():
+    assert minority([0, 1, 1]) == minority([0, 1, 0]) == minority([0, 0]) == []
+    assert minority([0, 1, 0, 2]) == [3]
+    assert minority([1, 1, 1]) == []
+    assert minority([1, 2, 1]) == [1]
+    assert minority([2, 1, 1, 3]) == [0, 3]
+    assert minority([1, 2]) == [1]
 
 
 def test_a_hash_sees_bits_names_and_order():

@@ -62,7 +62,7 @@ def train(rank, strategy, places, policy, without=()):
         for step in range(STEPS):
             injected.step = step
             if step in without:
-                attachment._feed.step += 1
+                attachment._step.next += 1
                 continue
             before = attachment.state_dict()["state"]
             weights = [p.detach().clone() for p in ddp.parameters()]

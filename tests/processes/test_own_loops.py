@@ -66,8 +66,8 @@ def as_ddp(rank, strategy):
         equal.append(torch.equal(flat(grads(ddp.module)), flat(grads(own))))
         optimizer.step()
         own_optimizer.step()
-    buckets = attachment._feed.layout()
-    assert reducer._feed.layout() == buckets
+    buckets = attachment._step.layout()
+    assert reducer._step.layout() == buckets
     return equal, len(buckets) > 1, replicas_equal(own.parameters())
 
 
@@ -181,7 +181,7 @@ def kinds(rank, kind):
                 torch.testing.assert_close(p.grad.to_dense(), mine)
     if kind == "sparse":
         assert ours.table.weight.grad.is_sparse
-    return reducer._feed.layout()
+    return reducer._step.layout()
 
 
 @pytest.mark.parametrize(

@@ -36,5 +36,5 @@ def test_a_sharded_model_is_told_what_it_is():
                 model, "made of DTensors"
             )
             assert what in text
-            assert "gradlane carries whole gradients of replicas" in text
+            assert "gradlane reduces the gradients of full copies" in text
             assert ("without FSDP, wrap it in DistributedDataParallel instead" in text) == (call == "attach")

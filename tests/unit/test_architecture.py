@@ -57,6 +57,40 @@ def test_the_report_page_needs_no_torch():
     assert not [name for path in pages for name in imported(path) if name.split(".")[0] == "torch"]
 
 
+NOT_TORCHS = {"_replace", "_asdict", "_exit", "_current_frames"}  # of named tuples, os and sys
+
+
+def private_names(tree):
+    """Attributes that begin with an underscore, also those that getattr and vars look up by a string."""
+    for node in ast.walk(tree):
+        name = getattr(node, "attr", None) or (isinstance(node, ast.Constant) and node.value)
+        if isinstance(name, str) and name.startswith("_") and name[1:2].isalpha() and name.isidentifier():
+            yield name
+
+
+def own_names(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def test_private_names_of_torch_are_in_one_file_only():
+    trees = {place(path): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    listed = set(private_names(trees.pop("torch_internals.py")))
+    assert {"_current_graph_task_id", "_orig_mod", "_pre_forward", "_rebuild_buckets"} <= listed
+    ours = {name for tree in trees.values() for name in own_names(tree)} | NOT_TORCHS
+    for path, tree in trees.items():
+        assert not (found := listed & set(private_names(tree))), (path, found)
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        unknown = {name for name in attributes - ours if name[0] == "_" and name[1] != "_"}
+        assert not unknown or path.startswith("integrations/"), (path, unknown)  # their frameworks' own
+        text = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        modules = [*imported(SOURCE / path), *(value for value in text if isinstance(value, str))]
+        assert not [name for name in modules if name.startswith("torch._")], path
+
+
 BEYOND_TORCH = """
 import sys, time, torch
 before, began = set(sys.modules), time.process_time()

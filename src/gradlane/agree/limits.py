@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..core.numbers import is_number, is_whole
 from ..errors import InvalidValue, WrongType
+from ..torch_internals import timeout_of_group
 
 LONGEST_TIMEOUT = 30 * 86_400.0  # seconds that threads, stores and Gloo can all count
 LONGEST_LATE_AFTER = 10.0  # seconds
@@ -39,7 +40,7 @@ def limit_of_group(group: Any, device: torch.device) -> Limit:
     if group.size() == 1:  # it waits for its disk only
         return Limit(torch_default_timeout(None).total_seconds())
     try:
-        seconds = group._get_backend(device).options._timeout.total_seconds()
+        seconds = timeout_of_group(group, device).total_seconds()
     except (AttributeError, RuntimeError):  # a wrapper, or a backend that does not tell
         seconds = torch_default_timeout(dist.get_backend(group)).total_seconds()
     return Limit(min(seconds, LONGEST_TIMEOUT), OF_THE_GROUP)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.events import Event
 from ..errors import WrongState
+from ..torch_internals import call_after_backward
 from .arms import Arm
 from .network import INTERFACE, sent_bytes
 from .workload import Workload, loss_of
@@ -68,11 +69,10 @@ class Worker:
 def _when_computed(loss: torch.Tensor) -> list[float]:
     """Will hold when backward had nothing left to compute: before DDP, and any hook, waits."""
     found: list[float] = []
-    engine = torch.autograd.Variable._execution_engine
 
     def at_start(gradient: torch.Tensor) -> None:
         # Autograd runs final callbacks in the order they were queued; this one is the first.
-        engine.queue_callback(lambda: found.append(time.perf_counter()))
+        call_after_backward(lambda: found.append(time.perf_counter()))
 
     loss.register_hook(at_start)  # type: ignore[no-untyped-call]
     return found

@@ -53,7 +53,7 @@ class Shaped(nn.Module):
             *path, last = name.split(".")
             place: nn.Module = self
             for part in path:
-                if part not in place._modules:
+                if part not in dict(place.named_children()):
                     place.add_module(part, nn.Module())
                 place = place.get_submodule(part)
             place.register_parameter(last, nn.Parameter(0.02 * torch.randn(shape)))

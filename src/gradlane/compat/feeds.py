@@ -13,6 +13,7 @@ from ..agree.limits import limit_of_group
 from ..core.strategy import Strategy
 from ..errors import WrongType
 from ..feed.ddp import DdpFeed, NameOf
+from ..feed.step import Step
 from ..lane.open import open_lane
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
@@ -30,7 +31,7 @@ class _Open(NamedTuple):
 
     def close(self) -> None:
         self.detach()
-        self.feed.lane.close()
+        self.feed.step.lane.close()
 
     def detach(self) -> None:
         for end in self.ends:
@@ -75,7 +76,8 @@ def feed_of(
         limit=limit_of_group(group, device),  # that of torch's own hooks
         doing="first use of a gradlane.compat hook",
     )
-    feed = DdpFeed(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes, name_of=name_of)
+    step = Step(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes)
+    feed = DdpFeed(step, name_of=name_of)
     key = id(group), id(strategy)
     ends = [weakref.finalize(whose, _drop, key) for whose in (group, strategy)]
     for end in ends:
@@ -88,7 +90,7 @@ def _drop(key: tuple[int, int]) -> None:
     """The group or the state went; in a finalizer, so without waiting."""
     if (known := _open.pop(key, None)) is not None:
         known.detach()
-        known.feed.lane.leave()
+        known.feed.step.lane.leave()
 
 
 def _close_forgotten() -> None:

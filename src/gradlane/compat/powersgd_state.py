@@ -122,7 +122,7 @@ class PowerSGDState:
     @property
     def iter(self) -> int:
         """The iteration that the next backward will be."""
-        return self._first_step if self._feed is None else self._feed.step
+        return self._first_step if self._feed is None else self._feed.step.next
 
     @iter.setter
     def iter(self, step: int) -> None:
@@ -130,7 +130,7 @@ class PowerSGDState:
             raise InvalidValue(f"iter={step!r}; use a whole number from 0 up")
         self._first_step = step
         if self._feed is not None:
-            self._feed.go_to(step)
+            self._feed.step.go_to(step)
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
@@ -234,10 +234,10 @@ class PowerSGDState:
             observers=(self._stats,),
         )
         if feed is not self._feed:
-            feed.go_to(self.iter)
+            feed.step.go_to(self.iter)
             self._feed = feed
         gradient = bucket.buffer()
-        self._stats.gradient(feed.step, gradient.numel() * (2 if gradient.is_complex() else 1))
+        self._stats.gradient(feed.step.next, gradient.numel() * (2 if gradient.is_complex() else 1))
         return feed.reduce(bucket, _Beside(self._strategy) if gradient.is_sparse else self._strategy)
 
     def _translated(self, view: View, wires: tuple[torch.dtype, ...]) -> Strategy:

@@ -1,8 +1,14 @@
-"""DDP's buckets become ours and go on the lane."""
+"""DDP's buckets become buckets of a step.
+
+DDP turns an exception of a hook, or of its future, into one of its own, and is unusable afterwards. So the
+lane completes its futures whatever happens. The error is raised by a callback at the end of backward, after
+DDP's own callback has completed its book-keeping.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,117 +23,124 @@ from ..core.collectives import Request, all_reduce
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
-from ..lane.base import Book, Lane, same
-from .base import Feed, layout_of
-from .ddp_internals import current_backward, settle_after_backward
-from .nonfinite import Guard
-from .row_order import Order, order_of
+from ..lane.base import same
+from ..lane.profiling import span
+from ..torch_internals import call_after_backward, current_backward
+from .layouts import layout_of
+from .row_major import RowMajorCopy, row_major_copy
+from .step import State, Step
 
 NameOf = Callable[[int, int, Tensor], str]
+"""The name of a parameter, by its bucket and its index there."""
 
 
-class _Held(NamedTuple):
-    """What is in one of DDP's buckets: whose gradients, and how they lie there."""
+class _Contents(NamedTuple):
+    """What is in one of DDP's buckets."""
 
-    who: tuple[int, ...]
+    parameters: tuple[int, ...]  # their ids
     layout: Layout
-    order: Order | None
+    row_major: RowMajorCopy | None
 
 
-class DdpFeed(Feed):
-    """Between one DDP model and its lane: names, the end of backward, joined ranks."""
+class DdpFeed:
+    """Translates DDP's buckets, and ends the step at the end of backward."""
 
     def __init__(
         self,
-        lane: Lane,
-        book: Book,
+        step: Step,
         *,
-        rank: int,
-        sizes: Mapping[str, int],
         name_of: NameOf,
-        count_active: Callable[[], bool] = lambda: False,
-        guard: Guard | None = None,
+        divides_by_active: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(lane, book, rank=rank, sizes=sizes, guard=guard)
+        self.step = step
         self._name_of = name_of
-        self._count_active = count_active
-        self.hopeless: Callable[[BaseException], bool] = lambda failure: False
-        """Whether an error must not wait for the end of DDP's own backward, which would not come."""
-        self._settled: int | None = None
-        self._expected: list[list[str]] = []  # where DDP has rebuilt its buckets since the last step
-        self._buckets_held: dict[int, _Held] = {}
+        self._divides_by_active = divides_by_active
+        self.raises_at_once: Callable[[BaseException], bool] = lambda failure: False
+        """Whether an error must not wait for DDP's own callback, because that would hang."""
+        self._ended_by: int | None = None  # the backward that will end the step
+        self._contents: dict[int, _Contents] = {}  # by bucket
 
-    def reduce(self, given: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
+    def reduce(self, bucket: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
         backward = current_backward()
-        active = backward is not None
-        if given.index() == 0:
-            self.begin(strategy, joined=not active)
-        flat = given.buffer()
-        held = self._held(given)
-        order = held.order
-        straight = flat if order is None else order.straightened(flat)
-        bucket = self.bucket(straight, held.layout, given.index(), given.is_last(), joined=not active)
-        if active and backward != self._settled:
-            # Once for each backward; a checkpointed module runs parts of it in one of their own.
-            settle_after_backward(self.lane, lambda: not self.in_step, self._backward_ended, self.hopeless)
-            self._settled = backward
-        if bucket.is_last:
-            self._expected = []
-        # Outside of backward DDP waits for the future and shows its error.
-        finish = same if order is None else partial(order.put_back, into=flat)
-        answer = self.give(bucket, strategy, as_complex=flat.is_complex(), finish=finish, loud=not active)
-        if bucket.is_last and not active:
-            self._shadowed()
+        joined = backward is None  # outside of backward DDP shadows the others for a joined rank
+        if bucket.index() == 0:
+            self.step.begin(strategy, joined=joined)
+        contents = self._contents_of(bucket)
+        flat, finish = bucket.buffer(), same
+        if contents.row_major is not None:
+            finish = partial(contents.row_major.write_back, into=flat)
+            flat = contents.row_major.read(flat)
+        if not joined and backward != self._ended_by:
+            call_after_backward(self._backward_ended)
+            self._ended_by = backward
+        answer = self.step.submit(
+            _MeanOfActive(strategy) if self._divides_by_active() else strategy,
+            flat,
+            contents.layout,
+            index=bucket.index(),
+            is_last=bucket.is_last(),
+            finish=finish,
+            loud=joined,  # DDP waits for the future then, and raises its error
+        )
+        if bucket.is_last() and joined:
+            self._end_joined()
         return answer
 
-    def _shadowed(self) -> None:
-        """A joined rank has no backward at whose end it could count the step as the others do, and take part
-        when they compare their weights. DDP would wait for the step here anyway."""
-        self.lane.drain()
-        failed = self.lane.take_failure() is not None  # DDP finds it in the futures
-        trouble: BaseException | None = self._counted(failed)
-        if not failed and self.drift is not None and self.drift.due(self.step - 1):
-            trouble = self.drift.trouble(self.step - 1, joined=True) or trouble
-        if trouble is not None:
-            raise trouble
+    def _backward_ended(self) -> None:
+        """Wait for the lane and end the step; raise what failed it.
 
-    def _wrapped(self, strategy: Strategy) -> Strategy:
-        strategy = super()._wrapped(strategy)
-        return _MeanOfActive(strategy) if self._count_active() else strategy
+        A reentrant checkpoint runs a backward of its own inside of another one. If more buckets must come,
+        the step does not end with it: an error there would leave DDP in the middle of a step.
+        """
+        if self.step.state is not State.SUBMITTED:
+            return
+        computed_at = time.perf_counter()
+        with span("wait for the lane"):
+            failure = self.step.wait()
+        error = self.step.end(failure, computed_at)
+        if error is not None and self.raises_at_once(error):
+            raise error
+        if error is not None:
+            # DDP's own callback was queued after this one. A callback that is queued now comes after both.
+            call_after_backward(partial(_raise, error))
 
-    def _backward_ended(self, computed: float, ended: float) -> BaseException | None:
-        return self.step_ended(computed, ended, self.lane.take_failure())
-
-    def _names(self) -> list[list[str]]:
-        return self._expected or super()._names()
+    def _end_joined(self) -> None:
+        """A joined rank has no backward that could end its step. DDP waits for the step here anyway."""
+        failure = self.step.wait()
+        error = self.step.end(failure, time.perf_counter())
+        if error is not None and error is not failure:  # DDP finds the failure in the futures
+            raise error
 
     def expect(self, buckets: Sequence[Sequence[Tensor]]) -> None:
-        """The next step will have these parameters in its buckets; without any, the same as the last."""
+        """The next step has these parameters in its buckets; without any, the same as the last step."""
         if buckets:
-            self._expected = [
-                [self._name_of(index, place, parameter) for place, parameter in enumerate(bucket)]
-                for index, bucket in enumerate(buckets)
-            ]
+            self.step.layouts.expect([self._names(i, parameters) for i, parameters in enumerate(buckets)])
 
-    def _held(self, given: dist.GradBucket) -> _Held:
-        """Kept per bucket; DDP rebuilds its buckets once, and then they hold other parameters."""
-        parameters = given.parameters()
-        index = given.index()
-        who = tuple(map(id, parameters))
-        known = self._buckets_held.get(index)
-        if known is not None and known.who == who:
+    def _contents_of(self, bucket: dist.GradBucket) -> _Contents:
+        """Computed once for each bucket, and again when DDP has rebuilt its buckets."""
+        parameters, index = bucket.parameters(), bucket.index()
+        ids = tuple(map(id, parameters))
+        known = self._contents.get(index)
+        if known is not None and known.parameters == ids:
             return known
-        names = [self._name_of(index, place, parameter) for place, parameter in enumerate(parameters)]
         if known is not None:
-            self._scratch.clear()  # made for buckets that are no more; what is under way keeps its own
-        held = _Held(who, layout_of(names, parameters), order_of(parameters, given.buffer()))
-        self._buckets_held[index] = held
-        return held
+            self.step.forget_buckets()
+        layout = layout_of(self._names(index, parameters), parameters)
+        contents = _Contents(ids, layout, row_major_copy(parameters, bucket.buffer()))
+        self._contents[index] = contents
+        return contents
+
+    def _names(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
+        return [self._name_of(index, position, parameter) for position, parameter in enumerate(parameters)]
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 @dataclass
 class _MeanOfActive(Strategy):
-    """For ``join(divide_by_initial_world_size=False)``: a mean divides by the ranks still training."""
+    """For ``join(divide_by_initial_world_size=False)``: a mean divides by the ranks that still train."""
 
     inner: Strategy
 

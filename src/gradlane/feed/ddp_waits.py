@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -23,26 +22,18 @@ from ..errors import PeerLost
 from ..lane.perform import sever
 from ..lane.thread import ThreadLane
 from ..lane.watchdog import FORWARD, Place, watch
+from ..torch_internals import (
+    COMMUNICATING_FILES,
+    COMMUNICATING_FUNCTIONS,
+    backend_of_group,
+    in_join,
+    unwrap_pre_forward,
+    wrap_pre_forward,
+)
+from .step import Step
 
-REBUILD = "in DDP's rebuild of its buckets"
-BUFFERS = "in DDP's broadcast of buffers"
-JOIN = "in DDP's join()"
-DOING = {
-    "_pre_forward": REBUILD,
-    "rebuilt_buckets": REBUILD,  # ours, before a checkpoint
-    "_sync_buffers": BUFFERS,
-    "_check_and_sync_module_buffers": BUFFERS,
-    "_check_global_requires_backward_grad_sync": JOIN,
-    "_sync_final_model": JOIN,
-    "main_hook": JOIN,
-    "notify_join_context": JOIN,
-    "_get_num_nonjoined_procs": JOIN,
-    "_notify_procs_to_terminate": JOIN,
-}
-"""What torch does in these functions of its own."""
 BROKEN = ("gloo", "pair closure", "onnection")
 """What is in Gloo's errors: its files, mostly, which are in no other error of DDP's."""
-FILES = ("nn/parallel/distributed.py", "distributed/algorithms/join.py", "feed/rebuilt.py")
 
 
 class DdpWaits:
@@ -52,11 +43,11 @@ class DdpWaits:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, lane: ThreadLane, steps: Any, *, limit: Limit, of_group: Limit
+        self, ddp: DistributedDataParallel, lane: ThreadLane, step: Step, *, limit: Limit, of_group: Limit
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._lane = lane
-        self._steps = weakref.ref(steps)
+        self._step = weakref.ref(step)
         self._shorter = limit.seconds < of_group.seconds  # else the group ends its waits itself
         self._limit = limit if self._shorter else of_group
         self._trainer = threading.get_ident()
@@ -75,12 +66,12 @@ class DdpWaits:
         except RuntimeError as error:
             if not any(words in str(error) for words in BROKEN):
                 raise
-            where = f"{Place(self._step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
+            where = f"{Place(self._next_step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
             raise self._lane.lost_elsewhere(where, error, self._limit, self._sever) from error
         finally:
             self._inside = False
 
-    def hopeless(self, failure: BaseException) -> bool:
+    def would_hang(self, failure: BaseException) -> bool:
         """Whether DDP would wait, at the end of this backward, for a rank that is lost: it compares then
         which parameters were used. That is ended here, and the model is of no more use."""
         ddp = self._ddp()
@@ -107,10 +98,10 @@ class DdpWaits:
 
     def place(self) -> Place | None:
         ddp = self._ddp()
-        if ddp is None or not (self._inside or ddp._join_config.enable):
+        if ddp is None or not (self._inside or in_join(ddp)):
             return None
         doing = _doing(_outwards(sys._current_frames().get(self._trainer)))
-        return None if doing is None else Place(self._step(), -1, FORWARD, doing)
+        return None if doing is None else Place(self._next_step(), -1, FORWARD, doing)
 
     def _watch(self) -> None:
         over = threading.Event()
@@ -129,37 +120,30 @@ class DdpWaits:
         """Close the connections of DDP's own group, here and for all who wait for this rank there: else they
         would wait for the group's own timeout."""
         if (ddp := self._ddp()) is not None:
-            sever(ddp.process_group._get_backend(torch.device("cpu")))
+            sever(backend_of_group(ddp.process_group, torch.device("cpu")))
 
-    def _step(self) -> int:
-        steps = self._steps()
-        return -1 if steps is None else int(steps.step)
+    def _next_step(self) -> int:
+        step = self._step()
+        return -1 if step is None else step.next
 
 
 def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], None]:
-    """Look at what DDP does before each forward; what is returned ends that."""
+    """Watch what DDP does before each forward; call the returned function to stop that."""
     model = weakref.ref(ddp)
 
-    def pre_forward(*inputs: Any, **kwargs: Any) -> Any:
-        own: Any = model()
-        with waits.during():
-            return type(own)._pre_forward(own, *inputs, **kwargs)
-
     def undo() -> None:
-        if (own := model()) is not None:
-            vars(own).pop("_pre_forward", None)
+        if (ddp := model()) is not None:
+            unwrap_pre_forward(ddp)
 
-    vars(ddp)["_pre_forward"] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        pre_forward, recursive=False
-    )
+    wrap_pre_forward(ddp, waits.during)
     return undo
 
 
 def _doing(frames: Iterator[FrameType]) -> str | None:
     """What the first of these frames that is DDP's own communication does."""
     for frame in frames:
-        doing = DOING.get(frame.f_code.co_name)
-        if doing is not None and frame.f_code.co_filename.replace("\\", "/").endswith(FILES):
+        doing = COMMUNICATING_FUNCTIONS.get(frame.f_code.co_name)
+        if doing is not None and frame.f_code.co_filename.replace("\\", "/").endswith(COMMUNICATING_FILES):
             return doing
     return None
 

@@ -1,4 +1,4 @@
-"""Do the ranks still hold the same weights? A hash now and then finds out, and names who differs."""
+"""Compares a hash of the weights over all ranks every few steps, and names the ranks that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..lane.base import Lane
 
 STATE = "what the strategy remembers"
 NO_VOTE = 0
-"""Of a rank that has joined: it trains no more, and gets the others' weights at the end of ``join``."""
+"""Of a rank that has joined: it no longer trains, and gets the others' weights at the end of ``join``."""
 
 
 def checked_every(every: int | None) -> int | None:
@@ -30,7 +30,7 @@ def checked_every(every: int | None) -> int | None:
 
 @dataclass
 class _Table(Strategy):
-    """Each rank fills in its own row, and all get the whole."""
+    """Each rank fills in its own row, and all ranks get all rows."""
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat, op="sum", exact=True))
@@ -40,7 +40,7 @@ class _Table(Strategy):
 class DriftCheck:
     """Compares what must be the same on all ranks, every ``every`` steps.
 
-    One hash of all goes round, 8 bytes for each rank; only where they differ one for each parameter.
+    The ranks first exchange one hash, 8 bytes per rank; if those differ, one hash per parameter.
     """
 
     every: int
@@ -49,40 +49,43 @@ class DriftCheck:
     world: int
     weights: Callable[[], Mapping[str, Tensor]]
     state: Callable[[], Mapping[Any, Any]]
-    """What the strategy keeps alike on all ranks."""
+    """What the strategy keeps identical on all ranks."""
 
     def due(self, step: int) -> bool:
         return (step + 1) % self.every == 0
 
-    def trouble(self, step: int, *, joined: bool = False) -> BaseException | None:
-        """What to raise, on all ranks: who differs from the others, and in what."""
+    def error_of(self, step: int, *, joined: bool = False) -> BaseException | None:
+        """The error to raise on all ranks: which ranks differ from the others, and in what."""
         weights = self.weights()
         device = next(iter(weights.values())).device
         hashes = dict.fromkeys([*weights, STATE], NO_VOTE)
         if not joined:
             hashes = {name: hashed(tensor) for name, tensor in weights.items()}
             hashes[STATE] = hashed(self.state())
-        told = self._told([NO_VOTE if joined else hashed(repr(hashes))], step, device)
-        if isinstance(told, BaseException):
-            return told
-        if not odd_ones(whole for (whole,) in told):
+        table = self._gathered([NO_VOTE if joined else hashed(repr(hashes))], step, device)
+        if isinstance(table, BaseException):
+            return table
+        if not minority(total for (total,) in table):
             return None
-        told = self._told(list(hashes.values()), step, device)
-        if isinstance(told, BaseException):
-            return told
-        odd = {name: odd_ones(column) for name, column in zip(hashes, zip(*told, strict=True), strict=True)}
-        where = [name for name, ranks in odd.items() if ranks]
-        who = sorted({rank for name in where for rank in odd[name]})
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        table = self._gathered(list(hashes.values()), step, device)
+        if isinstance(table, BaseException):
+            return table
+        differing = {
+            name: minority(column) for name, column in zip(hashes, zip(*table, strict=True), strict=True)
+        }
+        names = [name for name, ranks in differing.items() if ranks]
+        ranks = sorted({rank for name in names for rank in differing[name]})
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return RanksDisagree(
-            f"step {step}: rank {', '.join(map(str, who))} of {self.world} has drifted from the others in "
-            f"{where[0]}{more}; load one checkpoint on all ranks, and look for code that changes weights, or "
+            f"step {step}: rank {', '.join(map(str, ranks))} of {self.world} has drifted from the others in "
+            f"{names[0]}{more}; load one checkpoint on all ranks, and look for code that changes weights, or "
             "draws random numbers, on some ranks only"
         )
 
-    def _told(self, mine: list[int], step: int, device: torch.device) -> list[list[int]] | BaseException:
-        table = torch.zeros(self.world, len(mine), dtype=torch.int64)
-        table[self.rank] = torch.tensor(mine)
+    def _gathered(self, own: list[int], step: int, device: torch.device) -> list[list[int]] | BaseException:
+        """The numbers of all ranks, one row each; or the error of the lane."""
+        table = torch.zeros(self.world, len(own), dtype=torch.int64)
+        table[self.rank] = torch.tensor(own)
         bucket = Bucket(
             flat=table.view(-1).to(device), layout=(Slot("hashes", table.shape),), step=step, rank=self.rank,
             world=self.world,
@@ -93,16 +96,16 @@ class DriftCheck:
         return failure or answer.value().view(self.world, -1).tolist()
 
 
-def odd_ones(told: Iterable[int]) -> list[int]:
-    """The ranks that are not with the majority of those that vote; of two, the second."""
-    votes = {rank: own for rank, own in enumerate(told) if own != NO_VOTE}
+def minority(hashes: Iterable[int]) -> list[int]:
+    """The ranks that differ from the majority of those that vote; of two, the second."""
+    votes = {rank: own for rank, own in enumerate(hashes) if own != NO_VOTE}
     usual = Counter(votes.values()).most_common(1)[0][0] if votes else NO_VOTE
     return [rank for rank, own in votes.items() if own != usual]
 
 
 def hashed(content: object) -> int:
-    """Of the bits of tensors, and the text of all else; inside of mappings too."""
-    digest = sha256()  # processors have instructions for it: a quarter of the time of blake2b
+    """A hash of the bits of a tensor, of the items of a mapping, or of the text of anything else."""
+    digest = sha256()  # processors have instructions for it: it takes a quarter of the time of blake2b
     if isinstance(content, Tensor):
         digest.update(content.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     elif isinstance(content, Mapping):

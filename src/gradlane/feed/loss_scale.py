@@ -1,4 +1,4 @@
-"""Loss scaling: what a strategy sees and remembers is in the units of the loss itself."""
+"""Loss scaling: strategies see and remember gradients without the scale."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from ..errors import WrongType
 
 
 class Scaler(Protocol):
-    """``torch.amp.GradScaler``, or anything else that knows by what the loss was multiplied."""
+    """``torch.amp.GradScaler``, or anything else that knows the factor of the loss."""
 
     def get_scale(self) -> float: ...
 
 
-def checked_scaler(given: Scaler | None) -> Scaler | None:
-    if given is None or callable(getattr(given, "get_scale", None)):
-        return given
+def checked_scaler(scaler: Scaler | None) -> Scaler | None:
+    if scaler is None or callable(getattr(scaler, "get_scale", None)):
+        return scaler
     raise WrongType(
-        f"scaler={given!r} has no get_scale(); pass the torch.amp.GradScaler that scales the loss"
+        f"scaler={scaler!r} has no get_scale(); pass the torch.amp.GradScaler that scales the loss"
     )
 
 
-def unscaled(strategy: Strategy, scaler: Scaler | None) -> Strategy:
-    """A scale moves between steps, so memory in scaled units would be wrong by the ratio. Strategies that
-    remember nothing stay as they are: the scale keeps small gradients from vanishing in fp16."""
-    if scaler is None or next(named_states(strategy), None) is None:
+def unscaled(strategy: Strategy, scaler: Scaler) -> Strategy:
+    """Remove the scale around a strategy with memory: the scale changes between steps, so scaled memory would
+    be wrong by the ratio. A strategy without memory stays as it is: the scale keeps small gradients from
+    vanishing in fp16."""
+    if next(named_states(strategy), None) is None:
         return strategy
     scale = float(scaler.get_scale())
     return strategy if scale == 1.0 else _Unscaled(strategy, scale)
@@ -43,11 +44,9 @@ class _Unscaled(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         flat = bucket.flat
         wide = flat
-        if (
-            flat.dtype == torch.float16
-        ):  # the scale is there because gradients would vanish in fp16 without it
+        if flat.dtype == torch.float16:  # without the scale, gradients would vanish in fp16
             wide = bucket.empty("unscaled", flat.numel(), torch.float32).copy_(flat)
         wide.mul_(1 / self.scale)  # exact: a GradScaler's scale is a power of two
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
-        mean = reduced.mean.mul_(self.scale).detach()  # no more the bounded answer: it may be infinite
+        mean = reduced.mean.mul_(self.scale).detach()  # may be infinite: it is not ``bounded`` any more
         return Reduced(mean if wide is flat else flat.copy_(mean))

@@ -1,64 +1,62 @@
-"""Gradients of a model that travel as one bucket, in a loop without DDP."""
+"""Buckets for a loop without DDP: which gradients travel together, and the buffer they travel in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .base import layout_of
+from ..torch_internals import assign_buckets, copy_each
+from .layouts import layout_of
 
 
-class Parcel:
-    """Which parameters it holds, and the room in which their gradients lie side by side."""
+class OwnBucket:
+    """Some parameters, and the buffer that holds a copy of their gradients."""
 
     def __init__(
-        self, places: Sequence[int], names: Sequence[str], parameters: Sequence[Tensor], *, sparse: bool
+        self, indices: Sequence[int], names: Sequence[str], parameters: Sequence[Tensor], *, sparse: bool
     ) -> None:
-        self.places = places  # of its parameters in the list of all
+        self._indices = indices  # of its parameters in the list of all
         self.layout = layout_of(names, parameters)
-        self.sparse = sparse
-        # The parameters themselves are not kept: the model must be free to go.
+        self._sparse = sparse
+        # Keeps no parameter: the model can be collected.
         self._shapes = [parameter.shape for parameter in parameters]
         self._sizes = [shape.numel() for shape in self._shapes]
         self._flat = parameters[0].new_zeros(0 if sparse else sum(self._sizes))
         self._parts = [] if sparse else self._cut(self._flat)
 
     def filled(self, parameters: Sequence[Tensor]) -> Tensor:
-        """A copy of all their gradients; a missing one counts as zeros."""
-        gradients = [parameters[place].grad for place in self.places]
-        if self.sparse:
-            return _sparse_copy(gradients[0], parameters[self.places[0]])
-        into, found = [], []
+        """A copy of the gradients; zeros for a missing one."""
+        gradients = [parameters[index].grad for index in self._indices]
+        if self._sparse:
+            return _sparse_copy(gradients[0], parameters[self._indices[0]])
+        targets, sources = [], []
         for part, gradient in zip(self._parts, gradients, strict=True):
             if gradient is None:
                 part.zero_()
             else:
-                into.append(part)
-                found.append(gradient.to_dense() if gradient.is_sparse else gradient)
-        if found:
-            torch._foreach_copy_(into, found)
+                targets.append(part)
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        copy_each(targets, sources)
         return self._flat
 
     def spread(self, mean: Tensor, parameters: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        """The mean into the ``wanted`` gradients, in place where there is one that can be written to."""
-        into, found = [], []
-        for place, part in zip(self.places, [mean] if self.sparse else self._cut(mean), strict=True):
-            parameter = parameters[place]
+        """Write the mean to the ``wanted`` gradients, in place where that is possible."""
+        targets, sources = [], []
+        for index, part in zip(self._indices, [mean] if self._sparse else self._cut(mean), strict=True):
+            parameter = parameters[index]
             gradient = parameter.grad
-            if not wanted[place]:
+            if not wanted[index]:
                 continue
-            if self.sparse:
+            if self._sparse:
                 parameter.grad = part
             elif gradient is None or gradient.is_sparse or _repeats(gradient):
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(part)
             else:
-                into.append(gradient)
-                found.append(part)
-        if found:
-            torch._foreach_copy_(into, found)
+                targets.append(gradient)
+                sources.append(part)
+        copy_each(targets, sources)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -66,34 +64,32 @@ class Parcel:
         ]
 
 
-def parcels(
+def own_buckets(
     names: Sequence[str], parameters: Sequence[Tensor], sparse: Sequence[bool], limit: int
-) -> list[Parcel]:
-    """The last parameters first, as their gradients come in backward. DDP's rule: one dtype in each, full as
-    soon as it holds ``limit`` bytes, and one parameter alone where the gradient is sparse."""
+) -> list[OwnBucket]:
+    """The last parameters first, because backward computes their gradients first. DDP's rule: one dtype in
+    each bucket, closed as soon as it holds ``limit`` bytes, and a sparse gradient alone."""
     order = list(reversed(range(len(parameters))))
-    groups, _ = dist._compute_bucket_assignment_by_size(
-        [parameters[place] for place in order], [limit], [sparse[place] for place in order]
-    )
-    found = []
+    groups = assign_buckets([parameters[i] for i in order], limit, [sparse[i] for i in order])
+    buckets = []
     for group in groups:
-        places = [order[index] for index in group]
-        held = [parameters[place] for place in places]
-        found.append(Parcel(places, [names[place] for place in places], held, sparse=sparse[places[0]]))
-    return found
+        indices = [order[index] for index in group]
+        members = [parameters[i] for i in indices]
+        buckets.append(OwnBucket(indices, [names[i] for i in indices], members, sparse=sparse[indices[0]]))
+    return buckets
 
 
 def _sparse_copy(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """With rows as its entries, which is how an embedding gives it."""
+    """With one entry per row, as an embedding's gradient has."""
     if gradient is None:
-        where = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         rows = parameter.new_empty(0, *parameter.shape[1:])
-        return torch.sparse_coo_tensor(where, rows, parameter.shape, check_invariants=True)
+        return torch.sparse_coo_tensor(indices, rows, parameter.shape, check_invariants=True)
     return gradient.clone() if gradient.is_sparse else gradient.to_sparse(1)
 
 
 def _repeats(gradient: Tensor) -> bool:
-    """Made by ``expand``: several elements in one place cannot be written to."""
+    """Whether several elements share memory, as after ``expand``: such a gradient cannot be written to."""
     return any(
         stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
     )

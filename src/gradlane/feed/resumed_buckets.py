@@ -1,7 +1,8 @@
 """The first steps after a resume, in the buckets of the run that was saved.
 
-DDP rebuilds its buckets after the first backward, so the first one after a resume has others than the run had
-that never stopped: sums over four ranks would differ in their last bits, and codecs would cut other blocks.
+DDP rebuilds its buckets after the first backward. So the first backward after a resume has other buckets than
+the run would have had without the stop: sums over four ranks would differ in their last bits, and codecs
+would form other blocks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ..lane.base import Finish, Lane, same
 from ..log import log
 
 Names = Sequence[Sequence[str]]
-PATIENCE = 2  # steps; DDP rebuilds its buckets after the first, with static_graph after the second
+MAX_STEPS = 2  # DDP rebuilds its buckets after the first step, with static_graph after the second
 
 
 @dataclass
-class _Held:
-    """One of DDP's buckets, until all have come."""
+class _Submitted:
+    """A bucket of DDP that waits for the others of its step."""
 
     bucket: Bucket
     finish: Finish
@@ -39,66 +40,66 @@ class _Held:
 
 
 class _Piece(NamedTuple):
-    """One parameter, and where it lies in a bucket of DDP."""
+    """One parameter, and its offset in a bucket of DDP."""
 
     slot: Slot
-    held: _Held
+    source: _Submitted
     start: int
 
     def view(self) -> Tensor:
-        return self.held.bucket.flat[self.start : self.start + self.slot.numel]
+        return self.source.bucket.flat[self.start : self.start + self.slot.numel]
 
 
-class Regrouping:
-    """Takes DDP's buckets in place of the lane, and gives the lane those of ``layout`` when all have come.
+class ResumedBuckets:
+    """Takes DDP's buckets in place of the lane. When all have come it gives the lane those of ``layout``.
 
-    It ends by itself: as soon as DDP's own buckets are the wanted ones, or after two steps if they are not.
+    It ends by itself, when DDP's own buckets are the wanted ones, or after two steps if they are not.
     """
 
     def __init__(self, lane: Lane, layout: Names, end: Callable[[], None]) -> None:
         self.layout = [list(names) for names in layout]
         self._lane = lane
         self._end = end
-        self._held: list[_Held] = []
-        self._left = PATIENCE
+        self._submitted: list[_Submitted] = []
+        self._remaining = MAX_STEPS
 
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
     ) -> Future[Tensor]:
         if bucket.index == 0:
-            self._held.clear()  # of a backward that was given up
+            self._submitted.clear()  # of a backward that stopped
         device = bucket.flat.device
-        held = _Held(bucket, finish, loud, Future(devices=[] if device.type == "cpu" else [device]))
-        self._held.append(held)
+        submitted = _Submitted(bucket, finish, loud, Future(devices=[] if device.type == "cpu" else [device]))
+        self._submitted.append(submitted)
         if bucket.is_last:
-            everything, self._held = self._held, []
+            everything, self._submitted = self._submitted, []
             with torch.no_grad():  # backward may be recording (create_graph)
-                self._go(strategy, everything)
-        return held.future
+                self._regroup(strategy, everything)
+        return submitted.future
 
-    def _go(self, strategy: Strategy, held: list[_Held]) -> None:
-        given = [list(own.bucket.names) for own in held]
-        groups = _groups(held, self.layout) if self._left and given != self.layout else None
+    def _regroup(self, strategy: Strategy, sources: list[_Submitted]) -> None:
+        names = [list(source.bucket.names) for source in sources]
+        groups = _groups(sources, self.layout) if self._remaining and names != self.layout else None
         if groups is None:
             self._end()
-            if given != self.layout:
+            if names != self.layout:
                 log.warning("DDP's buckets are not those of the checkpoint; the run goes on with DDP's")
-            for own in held:
-                self._submit(strategy, own.bucket, own.answer, [own])
+            for source in sources:
+                self._submit(strategy, source.bucket, source.answer, [source])
             return
-        self._left -= 1
-        waiting = _Waiting(held, len(groups))
+        self._remaining -= 1
+        answers = _Answers(sources, len(groups))
         for index, group in enumerate(groups):
-            first = group[0].held
+            first = group[0].source
             if [piece.slot for piece in group] == list(first.bucket.layout):
-                bucket, done = first.bucket, partial(waiting.answered, first)
+                bucket, done = first.bucket, partial(answers.set_mean, first)
             else:
-                bucket, done = _together(group), partial(waiting.spread, group)
+                bucket, done = _joined(group), partial(answers.spread, group)
             bucket = replace(bucket, index=index, is_last=index == len(groups) - 1)
-            self._submit(strategy, bucket, done, held)
+            self._submit(strategy, bucket, done, sources)
 
     def _submit(
-        self, strategy: Strategy, bucket: Bucket, done: Callable[[Tensor], None], held: list[_Held]
+        self, strategy: Strategy, bucket: Bucket, done: Callable[[Tensor], None], sources: list[_Submitted]
     ) -> None:
         def finish(mean: Tensor) -> Tensor:
             done(mean)
@@ -107,53 +108,53 @@ class Regrouping:
         def pass_on(future: Future[Tensor]) -> None:
             try:
                 future.value()
-            except Exception as error:  # noqa: BLE001  DDP waits for its own futures, and shows it
-                for own in held:
-                    if not own.future.done():
-                        own.future.set_exception(error)  # type: ignore[arg-type]
+            except Exception as error:  # noqa: BLE001  DDP waits for its own futures, and raises it
+                for source in sources:
+                    if not source.future.done():
+                        source.future.set_exception(error)  # type: ignore[arg-type]
 
-        future = self._lane.submit(strategy, bucket, finish=finish, loud=held[0].loud)
+        future = self._lane.submit(strategy, bucket, finish=finish, loud=sources[0].loud)
         future.add_done_callback(pass_on)
 
 
-class _Waiting:
-    """DDP's buckets are answered together, when the last of the lane's is."""
+class _Answers:
+    """Answers all of DDP's buckets when the last of the lane's buckets is answered."""
 
-    def __init__(self, held: list[_Held], groups: int) -> None:
-        self._means = {id(own): own.bucket.flat for own in held}
-        self._held, self._left = held, groups
+    def __init__(self, sources: list[_Submitted], groups: int) -> None:
+        self._means = {id(source): source.bucket.flat for source in sources}
+        self._sources, self._remaining = sources, groups
 
-    def answered(self, own: _Held, mean: Tensor) -> None:
-        self._means[id(own)] = mean
-        self._one_less()
+    def set_mean(self, source: _Submitted, mean: Tensor) -> None:
+        self._means[id(source)] = mean
+        self._count_down()
 
     def spread(self, group: list[_Piece], mean: Tensor) -> None:
         start = 0
         for piece in group:
             piece.view().copy_(mean[start : start + piece.slot.numel])
             start += piece.slot.numel
-        self._one_less()
+        self._count_down()
 
-    def _one_less(self) -> None:
-        self._left -= 1
-        if not self._left:
-            for own in self._held:
-                own.answer(self._means[id(own)])
+    def _count_down(self) -> None:
+        self._remaining -= 1
+        if not self._remaining:
+            for source in self._sources:
+                source.answer(self._means[id(source)])
 
 
-def _groups(held: list[_Held], layout: Names) -> list[list[_Piece]] | None:
-    """DDP's parameters in the wanted buckets; None where they do not fit into them."""
+def _groups(sources: list[_Submitted], layout: Names) -> list[list[_Piece]] | None:
+    """DDP's parameters in the wanted buckets; None if they do not fit."""
     pieces: dict[str, _Piece] = {}
-    for own in held:
+    for source in sources:
         start = 0
-        for slot in own.bucket.layout:
-            pieces[slot.name] = _Piece(slot, own, start)
+        for slot in source.bucket.layout:
+            pieces[slot.name] = _Piece(slot, source, start)
             start += slot.numel
     if sorted(pieces) != sorted(name for names in layout for name in names):
         return None
     groups = [[pieces[name] for name in names] for names in layout if names]
     for group in groups:
-        flats = [piece.held.bucket.flat for piece in group]
+        flats = [piece.source.bucket.flat for piece in group]
         if len({flat.dtype for flat in flats}) > 1:
             return None
         if len(group) > 1 and any(flat.is_sparse for flat in flats):
@@ -161,7 +162,7 @@ def _groups(held: list[_Held], layout: Names) -> list[list[_Piece]] | None:
     return groups
 
 
-def _together(group: list[_Piece]) -> Bucket:
+def _joined(group: list[_Piece]) -> Bucket:
     flat = torch.cat([piece.view() for piece in group])
     layout = tuple(piece.slot for piece in group)
-    return replace(group[0].held.bucket, flat=flat, layout=layout, scratch=Scratch())
+    return replace(group[0].source.bucket, flat=flat, layout=layout, scratch=Scratch())

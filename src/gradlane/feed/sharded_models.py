@@ -1,4 +1,4 @@
-"""Models whose parameters are cut into shards: what FSDP and tensor parallelism make of them."""
+"""Refuses models whose parameters are sharded by FSDP or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ MODULES = (("FullyShardedDataParallel", "wrapped by FSDP"), ("FSDPModule", "shar
 
 
 def refuse_sharded(model: nn.Module, instead: str) -> None:
-    """Strategies carry whole gradients of replicas; that of a shard is a sum already, of this rank's part."""
-    what = _how_sharded(model)
-    if what is not None:
+    """Strategies reduce gradients of replicas; the gradient of a shard is reduced already."""
+    if (what := _how_sharded(model)) is not None:
         raise WrongType(
-            f"this model is {what}: each rank has a part of every parameter, whose gradients are reduced and "
-            f"scattered in backward already. gradlane carries whole gradients of replicas; {instead}"
+            f"this model is {what}: each rank has a part of every parameter, and backward reduces and scatters "
+            f"its gradient already. gradlane reduces the gradients of full copies; {instead}"
         )
 
 
@@ -33,6 +32,6 @@ def _how_sharded(model: nn.Module) -> str | None:
 
 
 def _loaded(module: str, name: str) -> type | None:
-    """A class, if anything can be of it: what nobody has imported nobody has used."""
+    """A class of a module that was imported; if it was not, no object can be of the class."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None

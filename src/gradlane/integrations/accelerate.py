@@ -16,6 +16,7 @@ from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState, WrongType
 from ..session import Session
 from ..settings import Options
+from ..torch_internals import uncompiled
 from .one_process import attached
 from .resume import go_on
 
@@ -77,7 +78,7 @@ def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, in
             f"got a {type(accelerator).__name__}, not an Accelerator; write "
             "attach_accelerate(accelerator, model, strategy)"
         )
-    found = getattr(model, "_orig_mod", model)  # a compiled module holds the one that has the gradients
+    found = uncompiled(model)  # a compiled module holds the one that has the gradients
     ddp = isinstance(found, DistributedDataParallel)
     alone = not ddp and accelerator.distributed_type == DistributedType.NO
     if not ddp and not alone and getattr(model, "_is_accelerate_prepared", False):

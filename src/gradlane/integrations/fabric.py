@@ -18,6 +18,7 @@ from ..ddp import attach
 from ..errors import WrongType
 from ..session import Session
 from ..settings import Options
+from ..torch_internals import uncompiled
 from .ddp_only import needs_ddp
 from .one_process import reduce_after_backward
 
@@ -42,7 +43,7 @@ def attach_fabric(
             "first, and pass what it returned"
         )
     inner = module._forward_module
-    model = getattr(inner, "_orig_mod", inner)  # a compiled module holds the one that has the gradients
+    model = uncompiled(inner)  # a compiled module holds the one that has the gradients
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, scaler=scaler, **options)

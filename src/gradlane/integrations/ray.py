@@ -18,6 +18,7 @@ from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..session import Session
 from ..settings import ScaledOptions
+from ..torch_internals import uncompiled
 from .resume import go_on
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def attach_ray(
     """
     if not dist.is_initialized():
         raise WrongState("there is no process group; call attach_ray in the train loop of a TorchTrainer")
-    attachment = _attached(getattr(model, "_orig_mod", model), strategy, options)
+    attachment = _attached(uncompiled(model), strategy, options)
     checkpoint = ray.train.get_checkpoint() if resume else None
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:

@@ -18,6 +18,7 @@ from ..session import Session
 from ..settings import Options, settings_of
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
+from ..torch_internals import uncompiled
 from .one_process import attached
 from .resume import go_on
 
@@ -114,7 +115,7 @@ class GradientComm(TrainerCallback):
     ) -> None:
         self._close()  # a batch size that was too large begins again
         wrapped = self._trainer.model_wrapped
-        model = getattr(wrapped, "_orig_mod", wrapped)  # a compiled module holds the one with the gradients
+        model = uncompiled(wrapped)  # a compiled module holds the one with the gradients
         alone = args.parallel_mode == ParallelMode.NOT_PARALLEL
         if not isinstance(model, DistributedDataParallel) and not alone:
             raise WrongType(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.numbers import HUGE
+from ..torch_internals import sparse_values
 from .native import native_for
 
 WIDTHS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/native.c
@@ -18,7 +19,7 @@ def all_finite(tensor: Tensor) -> bool:
     and one on ``meta``.
     """
     if tensor.is_sparse:
-        tensor = tensor._values()
+        tensor = sparse_values(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():

@@ -17,6 +17,7 @@ from ..agree.limits import Limit
 from ..core.collectives import SCOPES
 from ..core.events import Listener
 from ..errors import GradlaneError, InvalidValue, WrongState
+from ..torch_internals import store_of_group
 from .base import Lane, collect_dropped_lanes
 from .one_rank import OneRank
 from .peers import Peers
@@ -116,11 +117,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def store_of(group: Any) -> dist.Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()  # type: ignore[no-any-return]
-    from torch.distributed import distributed_c10d as c10d
-
     try:
-        return c10d._get_process_group_store(group)  # torch before 2.7
+        return store_of_group(group)
     except KeyError:
         raise WrongState("the process group was destroyed; init it again before attach") from None

@@ -17,6 +17,7 @@ from ..core.collectives import Request
 from ..core.message import message_of, payload_of
 from ..errors import InvalidValue
 from ..kernels.finite import divided
+from ..torch_internals import default_group
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
 ABANDON_TIMEOUT = timedelta(seconds=0.1)  # for transfers of a failed step
@@ -106,7 +107,7 @@ def meet(limit: timedelta) -> None:
         how.timeout = limit
         how.device = torch.device("cpu")
         how.asyncOp = True
-        work = dist.distributed_c10d._get_default_group().barrier(how)
+        work = default_group().barrier(how)
     else:
         work = dist.barrier(async_op=True)
     if work is not None:

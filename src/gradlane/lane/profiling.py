@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
+from ..torch_internals import profiler_runs
+
 _nothing = nullcontext()
 
 
@@ -15,6 +17,6 @@ def span(what: str) -> AbstractContextManager[object]:
     torch profiles the thread that started it and backward's. Spans of the lane's own thread show with
     ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
     """
-    if not profiler._is_profiler_enabled:
+    if not profiler_runs():
         return _nothing
     return profiler.record_function(f"gradlane: {what}")

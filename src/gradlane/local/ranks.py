@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from ..ending import shutdown
 from ..errors import InvalidValue, WrongState
 from ..lane.base import open_lanes
+from ..torch_internals import load_compiler
 from .family import Family, die_with_parent
 
 
@@ -58,7 +58,7 @@ class Ranks:
             raise InvalidValue(f"world={world} has no ranks; use 1 or more")
         if not hasattr(os, "fork"):
             raise WrongState("local ranks need fork, which this system has not; use torchrun")
-        import_module("torch._dynamo")  # DDP's constructor would, for a second of CPU in every rank
+        load_compiler()  # once, not in every rank
         context = multiprocessing.get_context("fork")
         self._held = contextlib.ExitStack()
         store = _store_path(self._held)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core.strategy import Strategy, parts
 from ..errors import RanksDisagree
+from ..torch_internals import sparse_values
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -20,7 +21,7 @@ def poison(tensors: Iterable[Tensor]) -> None:
     """
     for tensor in tensors:
         if tensor.is_sparse:
-            poison([tensor._values()])
+            poison([sparse_values(tensor)])
         elif tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(torch.nan)
         elif tensor.dtype != torch.bool:

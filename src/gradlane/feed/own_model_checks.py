@@ -1,4 +1,4 @@
-"""What a model must be for its gradients to be reduced without DDP."""
+"""Checks of a model and a group before gradients are reduced without DDP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidValue, WrongState, WrongType
 from ..lane.one_rank import OneRank
+from ..torch_internals import uncompiled
 from .sharded_models import refuse_sharded
 
 Parameters = dict[str, nn.Parameter]
@@ -25,14 +26,8 @@ def checked_model(model: nn.Module) -> nn.Module:
             "this is a DDP model, and DDP reduces its gradients in backward already; use "
             "gradlane.attach(ddp, strategy), or train the module without DDP"
         )
-    refuse_sharded(model, "call it on a model that every rank has whole, without FSDP")
+    refuse_sharded(model, "call it on a model of which every rank has a full copy, without FSDP")
     return model
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given: it has the same parameters, under their own names."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def checked_group(group: dist.ProcessGroup | OneRank | None) -> Any:
@@ -53,10 +48,12 @@ def checked_group(group: dist.ProcessGroup | OneRank | None) -> Any:
 
 
 def trained_of(model: nn.Module) -> Parameters:
-    """The parameters that have something to learn."""
+    """The parameters that get a gradient."""
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if nn.parameter.is_lazy(parameter)]:
-        raise WrongState(f"{lazy[0]} has no shape yet; run the model once before its gradients are reduced")
+        raise WrongState(
+            f"{lazy[0]} has no shape yet (a lazy module); run the model once before its gradients are reduced"
+        )
     trained = {name: p for name, p in parameters.items() if p.requires_grad and p.numel()}
     if not trained:
         raise InvalidValue("the model has no parameter that needs a gradient; there is nothing to reduce")
@@ -67,14 +64,14 @@ def one_device(trained: Parameters) -> torch.device:
     devices = {parameter.device for parameter in trained.values()}
     if len(devices) > 1:
         raise InvalidValue(
-            f"the parameters are on {', '.join(sorted(map(str, devices)))}; make a Reducer for each "
-            "part of the model that is on one device"
+            f"the parameters are on {', '.join(sorted(map(str, devices)))}; call reduce_gradients for "
+            "each part of the model that is on one device"
         )
     return devices.pop()
 
 
 def sparse_names(model: nn.Module, trained: Parameters) -> list[str]:
-    """Whose gradients will be sparse; decided by the modules, as DDP does, to be the same on all ranks."""
+    """The parameters with sparse gradients. The modules decide, as in DDP, so that all ranks agree."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     theirs = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     return [name for name, parameter in trained.items() if id(parameter) in theirs]

@@ -1,4 +1,4 @@
-"""Optimizers that run backward themselves: what is left of a step whose closure met a skipped one."""
+"""Optimizers that run backward themselves, in a closure: what a skipped step does to theirs."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ import torch
 from torch import Tensor
 
 from ..errors import NonFinite
+from ..torch_internals import write_count
 
 
-class Evaluated:
-    """One ``optimizer.step(closure)`` under way.
+class ClosureStep:
+    """One ``optimizer.step(closure)``.
 
-    Most optimizers evaluate once, before they change anything, and find no gradients if that was skipped.
-    LBFGS goes on from evaluation to evaluation and moves the weights in between, so the whole of its step is
-    undone. Of an optimizer of one's own nobody knows how: if it has moved the weights already this raises.
+    Most optimizers evaluate their closure once, before they change anything, and find no gradients if that
+    backward was skipped. LBFGS evaluates many times and moves the weights in between, so its step is undone
+    completely. Any other optimizer that has moved the weights before a skipped evaluation raises: nobody
+    knows how to undo its step.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._name = type(optimizer).__name__
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._write_counts = [write_count(parameter) for parameter in self._parameters]
         self._before = _Before(optimizer) if isinstance(optimizer, torch.optim.LBFGS) else None
         self._skipped = False
 
     def watched(self, closure: Callable[..., tuple[Any, bool]]) -> Callable[..., Any]:
-        """The closure for the optimizer; the given one also says whether it met a skipped step."""
+        """The closure to pass to the optimizer; ``closure`` also returns whether its backward was skipped."""
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            moved = self._versions != [parameter._version for parameter in self._parameters]
+            moved = self._write_counts != [write_count(parameter) for parameter in self._parameters]
             try:
                 loss, skipped = closure(*args, **kwargs)
             except BaseException:
                 self._skipped = True
-                self.ended()  # torch does not call us after a step that raises
+                self.ended()  # torch does not call the post hook after a step that raises
                 raise
             if skipped:
                 self._skipped = True
@@ -43,7 +45,7 @@ class Evaluated:
                     raise NonFinite(
                         f"{self._name} has moved the weights before its closure met a gradient that is not "
                         "finite, so that its step cannot be skipped; go back to a checkpoint. To skip such "
-                        "steps run backward before optimizer.step(), and ask attachment.skipped"
+                        "steps run backward before optimizer.step(), and check attachment.skipped"
                     )
             return loss
 
@@ -57,7 +59,7 @@ class Evaluated:
 
 
 class _Before:
-    """Weights and state of an LBFGS before its step; little beside the history that it keeps."""
+    """Weights and state of an LBFGS before its step; small beside the history that it keeps."""
 
     def __init__(self, optimizer: torch.optim.LBFGS) -> None:
         self._optimizer = optimizer
@@ -78,4 +80,4 @@ class _Before:
 def _copied(value: object) -> object:
     if isinstance(value, Tensor):
         return value.clone()
-    return list(value) if isinstance(value, list) else value  # its tensors are never written to
+    return list(value) if isinstance(value, list) else value  # LBFGS never writes to the tensors of its lists

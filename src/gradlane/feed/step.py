@@ -1,0 +1,209 @@
+"""A step: its states, and the way of its buckets to the lane.
+
+Both feeds, DDP's and that of a loop without DDP, call ``begin``, ``submit`` for each bucket, ``wait`` and
+``end``, in this order. README.md has the picture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.bucket import Bucket, Layout
+from ..core.events import StepTimes, wire_bytes
+from ..core.scratch import Scratch
+from ..core.strategy import Strategy
+from ..errors import NonFinite, WrongState
+from ..lane.base import Book, Finish, Lane, same
+from .drift import DriftCheck
+from .layouts import Layouts
+from .loss_scale import Scaler, unscaled
+from .nonfinite import NonFinitePolicy
+from .resumed_buckets import ResumedBuckets
+
+
+class State(Enum):
+    IDLE = "no step has begun yet"
+    BEGUN = "the first bucket is here, and more will come"
+    SUBMITTED = "the lane has all buckets"
+    COMPUTED = "backward is over, and the lane is done"
+    COMMITTED = "the mean is finite; what the strategy remembers is kept"
+    SKIPPED = "the mean is not finite; memory is as before, and optimizers get no gradients"
+    FAILED = "a rank raised or was lost, or backward stopped; memory is as before"
+
+
+OVER = frozenset({State.IDLE, State.COMMITTED, State.SKIPPED, State.FAILED})
+
+NEXT: dict[State, frozenset[State]] = {
+    **dict.fromkeys(OVER, frozenset({State.BEGUN})),
+    State.BEGUN: frozenset({State.BEGUN, State.SUBMITTED, State.FAILED}),
+    State.SUBMITTED: frozenset({State.COMPUTED}),
+    State.COMPUTED: frozenset({State.COMMITTED, State.SKIPPED, State.FAILED}),
+}
+"""The states that may follow each state; any other transition raises ``WrongState``."""
+
+
+class Step:
+    """The current step of one model, or the last one between two steps."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        book: Book,
+        *,
+        rank: int,
+        sizes: Mapping[str, int],
+        policy: NonFinitePolicy | None = None,
+        scaler: Scaler | None = None,
+        drift: DriftCheck | None = None,
+    ) -> None:
+        self.state = State.IDLE
+        self.next = 0
+        """The number of the next step; from the last bucket of a step on, that of the step after it."""
+        self.number = -1
+        """The number of this step."""
+        self.lane = lane
+        self.rank = rank
+        self.world = sizes["world"]
+        self.scaler = scaler
+        self.layouts = Layouts()
+        self.on_begin: Callable[[], None] = _nothing
+        self._book = book
+        self._sizes = sizes
+        self._policy = policy or NonFinitePolicy("propagate", lane.check)
+        self._drift = drift
+        self._joined = False
+        self._first_bucket_at = 0.0
+        self._target: Lane | ResumedBuckets = lane  # the lane, but for the first steps after a resume
+        self._scratch: dict[int, Scratch] = {}  # by the address of the flat gradient
+
+    def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
+        """Before the first bucket. A rank that has ``joined`` has no data any more, and sends zeros."""
+        self.on_begin()
+        self.finish()
+        self._change_to(State.BEGUN)
+        self.number, self._joined = self.next, joined
+        self._first_bucket_at = time.perf_counter()
+        self.layouts.begin_step()
+        self._policy.begin_step(strategy, self.number, joined=joined)
+
+    def submit(
+        self,
+        strategy: Strategy,
+        flat: Tensor,
+        layout: Layout,
+        *,
+        index: int,
+        is_last: bool,
+        finish: Finish = same,
+        loud: bool = False,
+    ) -> Future[Tensor]:
+        """Give the lane the next bucket. The future holds its mean, as ``finish`` leaves it.
+
+        Strategies see a complex gradient as pairs of real numbers, and so does ``layout``.
+        """
+        self._change_to(State.SUBMITTED if is_last else State.BEGUN)
+        self.next += is_last
+        scratch = None if flat.is_sparse else self._scratch.setdefault(flat.data_ptr(), Scratch())
+        if flat.is_complex():
+            flat, finish = torch.view_as_real(flat).view(-1), partial(_finish_complex, finish)
+        bucket = Bucket(
+            flat=flat,
+            layout=layout,
+            step=self.number,
+            rank=self.rank,
+            world=self.world,
+            index=index,
+            is_last=is_last,
+            joined=self._joined,
+            sizes=self._sizes,
+            scratch=scratch,
+        )
+        if self.number < self._policy.check_own_until:
+            self._policy.check_own(bucket)
+        self.layouts.add(layout, is_last)
+        raw = flat.numel() * flat.element_size()
+        self._book.gradient(raw, wire_bytes("all_reduce", raw, self.world), is_last)
+        if self.scaler is not None:
+            strategy = unscaled(strategy, self.scaler)
+        return self._target.submit(strategy, bucket, finish=finish, loud=loud)
+
+    def break_off(self) -> None:
+        """No more buckets follow: the lane already knows the error that fails this step."""
+        self._change_to(State.SUBMITTED)
+        self.next += 1
+
+    def wait(self) -> BaseException | None:
+        """Backward is over: wait for the lane. The error that failed the step on this rank, if any."""
+        self.lane.drain()
+        self._change_to(State.COMPUTED)
+        return self.lane.take_failure()
+
+    def end(self, failure: BaseException | None, computed_at: float) -> BaseException | None:
+        """Commit, skip or fail the step; compare the weights if that is due. The error to raise, if any."""
+        ended_at = time.perf_counter()
+        error = self._conclude(failed=failure is not None)
+        if not self._joined:
+            self._book.step_ended(StepTimes(self.number, self._first_bucket_at, computed_at, ended_at))
+        if failure is None and self._drift is not None and self._drift.due(self.number):
+            failure = self._drift.error_of(self.number, joined=self._joined)
+        return failure or error
+
+    def finish(self) -> None:
+        """End a step that nobody has ended, because its backward stopped. The futures carried its error."""
+        if self.state in OVER:
+            return
+        stopped = self.state is State.BEGUN
+        self.lane.drain()
+        failed = self.lane.take_failure() is not None
+        if not stopped:
+            self._change_to(State.COMPUTED)
+        if (error := self._conclude(failed=failed or stopped)) is not None:
+            raise error
+
+    def _conclude(self, *, failed: bool) -> NonFinite | None:
+        skipped, error = self._policy.end_step(failed=failed)
+        self._change_to(State.FAILED if failed else State.SKIPPED if skipped else State.COMMITTED)
+        if skipped:
+            self._book.skipped()
+        return error
+
+    def _change_to(self, state: State) -> None:
+        if state not in NEXT[self.state]:
+            raise WrongState(
+                f"step {self.number} cannot become {state.name} ({state.value}): it is {self.state.name} "
+                f"({self.state.value}); finish one backward before the next one begins"
+            )
+        self.state = state
+
+    def layout(self) -> list[list[str]]:
+        """The names of the parameters in each bucket of the next step; none before the first step."""
+        resumed = self._target
+        return resumed.layout if isinstance(resumed, ResumedBuckets) else self.layouts.names()
+
+    def go_to(self, number: int, layout: Sequence[Sequence[str]] = ()) -> None:
+        """Resume: the next step has this number, and the first steps have the buckets of ``layout``."""
+        self.next = number
+        self._target = ResumedBuckets(self.lane, layout, self._use_lane) if layout else self.lane
+        self.lane.forget_failure()  # a step of this number may have failed before the resume
+
+    def forget_buckets(self) -> None:
+        """DDP has rebuilt its buckets: drop the buffers made for the old ones."""
+        self._scratch.clear()
+
+    def _use_lane(self) -> None:
+        self._target = self.lane
+
+
+def _finish_complex(finish: Finish, mean: Tensor) -> Tensor:
+    return finish(torch.view_as_complex(mean.view(-1, 2)))
+
+
+def _nothing() -> None:
+    """Nobody has to know that a step begins."""
