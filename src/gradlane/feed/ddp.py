@@ -24,8 +24,7 @@ from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from ..lane.base import same
-from ..lane.profiling import span
-from ..torch_internals import call_after_backward, current_backward
+from ..torch_internals import call_after_backward, current_backward, span
 from .layouts import layout_of
 from .row_major import RowMajorCopy, row_major_copy
 from .step import State, Step
@@ -55,6 +54,7 @@ class DdpFeed:
         self.step = step
         self._name_of = name_of
         self._divides_by_active = divides_by_active
+        self._mean_of_active = False  # in this step
         self.raises_at_once: Callable[[BaseException], bool] = lambda failure: False
         """Whether an error must not wait for DDP's own callback, because that would hang."""
         self._ended_by: int | None = None  # the backward that will end the step
@@ -65,6 +65,7 @@ class DdpFeed:
         joined = backward is None  # outside of backward DDP shadows the others for a joined rank
         if bucket.index() == 0:
             self.step.begin(strategy, joined=joined)
+            self._mean_of_active = self._divides_by_active()
         contents = self._contents_of(bucket)
         flat, finish = bucket.buffer(), same
         if contents.row_major is not None:
@@ -74,7 +75,7 @@ class DdpFeed:
             call_after_backward(self._backward_ended)
             self._ended_by = backward
         answer = self.step.submit(
-            _MeanOfActive(strategy) if self._divides_by_active() else strategy,
+            _MeanOfActive(strategy) if self._mean_of_active else strategy,
             flat,
             contents.layout,
             index=bucket.index(),

@@ -14,17 +14,17 @@ class Layouts:
     """The buckets of one model's steps, for checkpoints."""
 
     def __init__(self) -> None:
-        self._current: list[tuple[Slot, ...]] = []
+        self.current: list[tuple[Slot, ...]] = []
+        """Those of this step so far."""
         self._last: list[tuple[Slot, ...]] = []  # of the last step that had all its buckets
         self._expected: list[list[str]] = []  # of the next step, if DDP has rebuilt its buckets since
 
     def begin_step(self) -> None:
-        self._current = []
+        self.current = []
 
-    def add(self, layout: tuple[Slot, ...], is_last: bool) -> None:
-        self._current.append(layout)
-        if is_last:
-            self._last, self._expected = self._current, []
+    def end_step(self) -> None:
+        """The step has all its buckets."""
+        self._last, self._expected = self.current, []
 
     def expect(self, names: list[list[str]]) -> None:
         """The next step will have other buckets than the last one."""

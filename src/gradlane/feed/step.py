@@ -110,7 +110,9 @@ class Step:
         """
         self._change_to(State.SUBMITTED if is_last else State.BEGUN)
         self.next += is_last
-        scratch = None if flat.is_sparse else self._scratch.setdefault(flat.data_ptr(), Scratch())
+        scratch = self._scratch.get(flat.data_ptr()) if not flat.is_sparse else None
+        if scratch is None and not flat.is_sparse:
+            scratch = self._scratch[flat.data_ptr()] = Scratch()
         if flat.is_complex():
             flat, finish = torch.view_as_real(flat).view(-1), partial(_finish_complex, finish)
         bucket = Bucket(
@@ -127,7 +129,9 @@ class Step:
         )
         if self.number < self._policy.check_own_until:
             self._policy.check_own(bucket)
-        self.layouts.add(layout, is_last)
+        self.layouts.current.append(layout)
+        if is_last:
+            self.layouts.end_step()
         raw = flat.numel() * flat.element_size()
         self._book.gradient(raw, wire_bytes("all_reduce", raw, self.world), is_last)
         if self.scaler is not None:

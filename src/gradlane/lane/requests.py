@@ -17,12 +17,12 @@ from ..core.events import Event, Timing
 from ..core.running import NoteTaker, Running, State
 from ..core.strategy import Strategy
 from ..errors import RanksDisagree
+from ..torch_internals import span
 from .base import Finish, same
 from .failure import ConnectionBroke
 from .finite_check import FiniteCheck
 from .peers import Peers, Queue
 from .perform import Pending, commit, issue
-from .profiling import span
 
 
 @dataclass(slots=True)

@@ -17,10 +17,10 @@ from ..core.events import Event, Listener, Timing, WeakListener
 from ..core.running import Driver
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
+from ..torch_internals import span
 from .base import Finish, same
 from .finite_check import FiniteCheck
 from .perform import perform_on_stream
-from .profiling import span
 from .requests import Job
 
 

@@ -20,6 +20,7 @@ from ..core.running import Driver, Running
 from ..core.strategy import Reduced, Strategy
 from ..errors import PeerFailed, RanksDisagree, WrongState
 from ..log import log
+from ..torch_internals import span
 from .base import (
     END_TIMEOUT,
     Finish,
@@ -32,7 +33,6 @@ from .base import (
 from .failure import ConnectionBroke, forget_groups, with_note
 from .finite_check import FiniteCheck
 from .peers import Peers
-from .profiling import span
 from .requests import Job, Requests
 from .watchdog import heartbeat, place_of, watched
 
