@@ -63,7 +63,7 @@ class Running:
                 if reduced.mean is self.bounded_answer and not reduced.bounded:
                     return replace(reduced, bounded=True)
                 return reduced
-            if isinstance(awaited, Request | StepSum):
+            if isinstance(awaited, Request) or isinstance(awaited, StepSum):  # noqa: SIM101  a union is slow
                 return awaited
             if not isinstance(awaited, Note):
                 self.close()

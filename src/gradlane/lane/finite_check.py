@@ -46,7 +46,7 @@ class FiniteCheck:
         mean = reduced.mean
         if not self.on or mean.is_meta:
             return
-        self._results.append(bucket.with_flat(mean))
+        self._results.append(bucket if mean is bucket.flat else bucket.with_flat(mean))
         if reduced.bounded and mean.dtype != torch.float16 and self._believes(strategy, bucket.step):
             return
         # Another device answers later, at the end of the step: nothing here may wait for it.
