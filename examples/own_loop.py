@@ -22,12 +22,12 @@ def train(strategy: str, steps: int) -> None:
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        reducer = gl.reduce_gradients(model, strategy)
+        attachment = gl.reduce_gradients(model, strategy)
         optimizer.step()
         if dist.get_rank() == 0 and step % 20 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
     if dist.get_rank() == 0:
-        metrics = reducer.metrics()
+        metrics = attachment.metrics()
         print(f"{metrics['comm/bytes_wire']:,.0f} bytes sent by each rank, ratio {metrics['comm/ratio']:.2f}")
 
 

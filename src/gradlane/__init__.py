@@ -22,7 +22,6 @@ _NAMES = {
     "aggregate.mixture": "Mixture",
     "aggregate.rule": "GramRule RowRule Rule",
     "aggregate.watch": "Watch",
-    "attachment": "Attachment",
     "codecs.base": "Codec",
     "codecs.fp8": "Fp8",
     "codecs.natural": "Natural",
@@ -38,10 +37,11 @@ _NAMES = {
     "core.strategy": "Reduced Strategy",
     "ddp": "attach",
     "elastic": "init_elastic",
-    "ending": "shutdown",
     "errors": "GradlaneError InvalidValue NonFinite NotSaved PeerFailed PeerLost RanksDisagree WrongState "
     "WrongType",
-    "reducer": "Reducer reduce_gradients",
+    "session.attachment": "Attachment",
+    "session.own_loop": "OwnLoop",
+    "teardown": "shutdown",
     "telemetry.jsonl": "JsonLines",
     "telemetry.sink": "RunInfo Sink",
     "simulate.check": "Finding check_strategy",
@@ -63,6 +63,7 @@ _NAMES = {
     "strategies.text": "describe parse",
     "strategies.tokens": "TokenCount",
     "strategies.weighted": "WeightedMean",
+    "without_ddp": "attach_without_ddp reduce_gradients",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

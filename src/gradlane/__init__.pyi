@@ -9,7 +9,6 @@ from .aggregate.mixture import Mixture
 from .aggregate.nnm import NNM
 from .aggregate.rule import GramRule, RowRule, Rule
 from .aggregate.watch import Watch
-from .attachment import Attachment
 from .codecs.base import Codec
 from .codecs.fp8 import Fp8
 from .codecs.natural import Natural
@@ -25,7 +24,6 @@ from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
 from .ddp import attach
 from .elastic import init_elastic
-from .ending import shutdown
 from .errors import (
     GradlaneError,
     InvalidValue,
@@ -37,7 +35,8 @@ from .errors import (
     WrongState,
     WrongType,
 )
-from .reducer import Reducer, reduce_gradients
+from .session.attachment import Attachment
+from .session.own_loop import OwnLoop
 from .simulate.check import Finding, check_strategy
 from .simulate.dryrun import StepCost, dry_run
 from .simulate.ranks import Simulation
@@ -57,8 +56,10 @@ from .strategies.schedule import After
 from .strategies.text import describe, parse
 from .strategies.tokens import TokenCount
 from .strategies.weighted import WeightedMean
+from .teardown import shutdown
 from .telemetry.jsonl import JsonLines
 from .telemetry.sink import RunInfo, Sink
+from .without_ddp import attach_without_ddp, reduce_gradients
 
 __all__ = [
     "DGC",
@@ -98,6 +99,7 @@ __all__ = [
     "NonFinite",
     "Noop",
     "NotSaved",
+    "OwnLoop",
     "Payload",
     "PeerFailed",
     "PeerLost",
@@ -107,7 +109,6 @@ __all__ = [
     "RanksDisagree",
     "Raw",
     "Reduced",
-    "Reducer",
     "Route",
     "RowRule",
     "Rule",
@@ -135,6 +136,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "attach",
+    "attach_without_ddp",
     "check_strategy",
     "describe",
     "dry_run",

@@ -4,33 +4,33 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .attachment import Attachment
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
-from .feed.loss_scale import Scaler
-from .feed.nonfinite import Policy
 from .feed.sharded_models import refuse_sharded
 from .lane.base import completed_future
-from .settings import settings_of
+from .session.attachment import Attachment
+from .settings import ScaledOptions, Settings
 from .strategies.given import as_strategy
-from .telemetry.sink import Observer
 from .torch_internals import call_after_backward, registered_hook, steps_in_backward, uncompiled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 
 class _Port:
-    """What DDP keeps for ever: a hook can be registered once, so this one is all it ever sees.
+    """The state of the one hook that DDP accepts, for as long as the model exists.
 
-    It does not keep the attachment alive: DDP keeps this in C++, where Python's collector sees nothing, and
-    an observer or a strategy may hold the model. The model itself keeps it, see ``KEPT``.
+    It does not keep the attachment alive: DDP holds this object in C++, where Python's collector sees
+    nothing, and an observer or a strategy may refer to the model. The model keeps the attachment (``KEPT``).
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Port:
 
 
 KEPT = "_gradlane_attachment"
-"""Where a model keeps what is attached to it, for those who do not."""
+"""The attribute of a model that keeps its attachment alive, for users who do not."""
 
 
 _ports: "weakref.WeakKeyDictionary[DistributedDataParallel, _Port]" = weakref.WeakKeyDictionary()
@@ -56,32 +56,24 @@ def gradlane_hook(state: _Port, bucket: dist.GradBucket) -> torch.futures.Future
     """The one hook that ``attach`` registers."""
     if state.attachment is None:
         _raise_after_backward(
-            WrongState("the attachment of this model was closed; attach again before you train on")
+            WrongState("the attachment of this model is closed; attach again before you continue to train")
         )
         return completed_future(bucket.buffer())
     return state.attachment.feed.reduce(bucket, state.attachment.strategy)
 
 
 def _raise_after_backward(error: Exception) -> None:
-    def complain() -> None:
+    def raise_it() -> None:
         raise error
 
-    # Twice, so that it runs after DDP's own callback, which leaves the model usable.
-    call_after_backward(lambda: call_after_backward(complain))
+    # Queued twice, so that it runs after DDP's own callback, and the model stays usable.
+    call_after_backward(lambda: call_after_backward(raise_it))
 
 
 def attach(
-    ddp: DistributedDataParallel,
-    strategy: Strategy | str,
-    *,
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta | None = None,
-    ranks_per_node: int | None = None,
-    nonfinite: Policy = "skip",
-    scaler: Scaler | None = None,
-    verify_every: int | None = None,
+    ddp: DistributedDataParallel, strategy: Strategy | str, **options: "Unpack[ScaledOptions]"
 ) -> Attachment:
-    """Let a strategy carry the gradients of a DDP model, on the model's own process group.
+    """Let a strategy reduce the gradients of a DDP model, on the model's own process group.
 
     Call it on every rank, after DDP has wrapped the model and before the first backward. All ranks
     compare library version, strategy and options, world size and parameters; if anything differs
@@ -89,23 +81,23 @@ def attach(
 
     Args:
         ddp: the ``DistributedDataParallel`` model.
-        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``. One that keeps something is for one
-            model: it is refused while it works on another, and when it has another's memory in it.
+        strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``. A strategy with memory is for one
+            model: it is refused while it works on another one, and when it has another one's memory.
         observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
-            ``JsonLines(path)``; or a list of them.
-        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error; by default
-            what the process group itself waits for, 30 minutes if its user said nothing. A rank that is gone
-            is noticed at once whatever it is, and one that is late is named in the log after 10 s. If it is
-            shorter than an evaluation or a save on one rank, that ends the job.
-        ranks_per_node: for ``over="node"`` and ``"cross"``; by default ranks with one host name.
-        nonfinite: what to do in a step whose mean gradient has NaN or infinity in it. "skip": all ranks skip
-            it, with a warning; memory is as before, and optimizers of torch leave this model alone; more than
-            10 in a row raise. "raise": ``NonFinite`` on all ranks. "propagate": as plain DDP, nobody looks.
-            The first two keep a second copy of what the strategy remembers, to go back to.
-        scaler: the ``torch.amp.GradScaler`` of the loss, so that what is remembered is not in units of a
-            scale that changes. Not needed for strategies that remember nothing.
-        verify_every: compare a hash of the weights, and of what the strategy keeps alike on all ranks, every
-            so many steps; ``RanksDisagree`` on all ranks names those that differ.
+            ``JsonLines(path)``; or a list of them. Default: None.
+        timeout: seconds (or a ``timedelta``) after which a rank that does not answer is an error. Default:
+            the timeout of the process group, which is 30 minutes unless its user chose another one. A rank
+            that has ended is noticed at once, and a rank that is late is named in the log after 10 s. A
+            timeout shorter than an evaluation or a save on one rank ends the job.
+        ranks_per_node: for ``over="node"`` and ``"cross"``. Default: the ranks with the same host name.
+        nonfinite: what to do in a step whose mean gradient has NaN or infinity in it. "skip", the default:
+            all ranks skip it, with a warning; memory is as before, and torch's optimizers leave this model
+            alone; more than 10 skips in a row raise. "raise": all ranks raise ``NonFinite``. "propagate": no
+            rank checks, as in plain DDP. The first two keep a second copy of the memory, to undo a step.
+        scaler: the ``torch.amp.GradScaler`` of the loss, so that memory does not depend on a scale that
+            changes. Strategies without memory do not need it. Default: None.
+        verify_every: compare a hash of the weights, and of the state that is the same on all ranks, every so
+            many steps; if they differ all ranks raise ``RanksDisagree`` and name the ranks. Default: never.
     """
     _check_model(ddp)
     strategy = as_strategy(strategy)
@@ -116,10 +108,10 @@ def attach(
         )
     if port is None and (hook := registered_hook(ddp)) is not None:
         raise WrongState(
-            f"DDP has the hook {hook!r} registered, and takes one for "
-            "ever; build the DDP model anew, or do not register that hook"
+            f"DDP has the hook {hook!r} registered, and accepts one hook in its "
+            "life; wrap the model in DDP again, or do not register that hook"
         )
-    settings = settings_of(observer, timeout, ranks_per_node, nonfinite, scaler, verify_every)
+    settings = Settings(**options)
     _refuse_steps_in_backward(ddp)
     attachment = Attachment(ddp, strategy, settings)
     if port is None:
@@ -130,11 +122,11 @@ def attach(
             attachment.close()
             raise
         _ports[ddp] = port
-        # DDP looks for such optimizers in its first forward, and would register a hook of its own for them.
+        # DDP searches for such optimizers in its first forward, and registers a hook of its own for them.
         _before_first_forward(ddp, _refuse_steps_in_backward)
     port.attachment = attachment
     vars(ddp)[KEPT] = attachment
-    attachment.on_close = partial(_let_go, weakref.ref(ddp))
+    attachment.on_close = partial(_detach, weakref.ref(ddp))
     return attachment
 
 
@@ -150,13 +142,13 @@ def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
     for name, parameter in ddp.named_parameters():
         if steps_in_backward(parameter):
             raise WrongState(
-                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward): DDP would "
-                "take a hook of its own for it, and no other. Make the model without it, and call "
-                "optimizer.step() after backward"
+                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward): DDP "
+                "registers a hook of its own for it, and accepts no other. Make the model without it, and "
+                "call optimizer.step() after backward"
             )
 
 
-def _let_go(ddp: "weakref.ref[DistributedDataParallel]") -> None:
+def _detach(ddp: "weakref.ref[DistributedDataParallel]") -> None:
     if (model := ddp()) is not None:
         _ports[model].attachment = None
         vars(model).pop(KEPT, None)

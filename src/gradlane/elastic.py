@@ -18,27 +18,29 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_
 def init_elastic(
     backend: str | None = None, *, timeout: float | timedelta | None = None, **options: Any
 ) -> None:
-    """``init_process_group`` for a worker of torchrun, good for every restart.
+    """``init_process_group`` for a worker of torchrun that also works after a restart.
 
-    torchrun keeps one store for all attempts. A worker that ``init_process_group`` puts there finds the
-    addresses of the attempt before it, and is refused by a dead peer or waits for it. Here the ranks first
-    agree on a corner of the store that only this attempt has. They do not take torchrun's count of restarts
-    for it: every node counts its own, and a change of membership is not counted.
+    torchrun keeps one store for all attempts. With ``init_process_group``, a worker finds the addresses of
+    the previous attempt there, and waits for a dead peer or is refused by it. ``init_elastic`` first lets the
+    ranks agree on a prefix in the store that only this attempt uses. torchrun's count of restarts cannot be
+    that prefix: every node counts its own, and a change of membership is not counted.
 
     Args:
         backend: as for ``init_process_group``: ``"gloo"``, ``"nccl"``, or None for torch's choice.
         timeout: seconds (or a ``timedelta``) for the ranks to meet, and for all collectives of the group;
-            torch's own default if None, half an hour. A worker that stalls is restarted after it: more than
-            the longest evaluation or save on one rank is a good choice.
-        options: what else ``init_process_group`` takes: ``device_id``, ``pg_options``.
+            torch's default if None, half an hour. A worker that stalls is restarted after this time, so it
+            should be longer than the longest evaluation or save on one rank.
+        options: other arguments of ``init_process_group``: ``device_id``, ``pg_options``.
     """
     if taken := sorted({"store", "rank", "world_size", "init_method"} & set(options)):
         raise InvalidValue(
-            f"init_elastic finds {', '.join(taken)} by itself, from what torchrun has set; leave it out, "
+            f"init_elastic takes {', '.join(taken)} from the environment that torchrun sets; leave it out, "
             "or use torch.distributed.init_process_group"
         )
     if dist.is_initialized():
-        raise WrongState("there is a process group already; call init_elastic once, and instead of it")
+        raise WrongState(
+            "there is a process group already; call init_elastic once, instead of init_process_group"
+        )
     if missing := [name for name in NEEDED if name not in os.environ]:
         raise WrongState(
             f"init_elastic is for workers of torchrun, which sets {', '.join(missing)}; start with "

@@ -1,6 +1,6 @@
-"""One root error and its few children.
+"""The errors: one base class and a few subclasses.
 
-Each child is also the built-in error a caller would expect, so that plain ``except ValueError``
+Each subclass is also the built-in error a caller would expect, so that plain ``except ValueError``
 keeps working. Every message names the value, the limit and the way out.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class GradlaneError(Exception):
-    """Root of every error that gradlane raises by itself."""
+    """Base class of every error that gradlane raises itself."""
 
 
 class InvalidValue(GradlaneError, ValueError):
@@ -16,7 +16,7 @@ class InvalidValue(GradlaneError, ValueError):
 
 
 class WrongType(GradlaneError, TypeError):
-    """Something of another kind than what is asked for: no DDP model, no strategy, no request."""
+    """An argument or an answer of the wrong type: not a DDP model, not a strategy, not a request."""
 
 
 class WrongState(GradlaneError, RuntimeError):
@@ -24,15 +24,15 @@ class WrongState(GradlaneError, RuntimeError):
 
 
 class NotSaved(GradlaneError, OSError):
-    """A rank could not write its part of a checkpoint; the one that was there before is as it was."""
+    """A rank could not write its part of a checkpoint; the previous checkpoint is unchanged."""
 
 
 class RanksDisagree(GradlaneError, RuntimeError):
-    """Ranks differ in something that must agree, or ask for different collectives."""
+    """Ranks differ in something that must be the same, or request different collectives."""
 
 
 class NonFinite(GradlaneError, ArithmeticError):
-    """A mean gradient has NaN or infinity in it; raised on all ranks, memory as before the step."""
+    """A mean gradient has NaN or infinity in it. Raised on all ranks; memory is as before the step."""
 
 
 class PeerFailed(GradlaneError, RuntimeError):
@@ -44,4 +44,4 @@ class PeerFailed(GradlaneError, RuntimeError):
 
 
 class PeerLost(PeerFailed):
-    """Another rank is gone or did not answer within the time-out."""
+    """Another rank has ended, or did not answer within the timeout."""

@@ -1,8 +1,8 @@
-"""The library's logger, and where its warnings go when the application has said nothing.
+"""The library's logger, and a handler for applications that configure no logging.
 
-A library usually adds a ``NullHandler``. That also silences Python's last resort, and nobody would hear that
-a step was skipped or a rank is late. So warnings go to stderr, with the rank, unless a handler is there: of
-the root logger (``logging.basicConfig()``), or of ``gradlane``.
+A library usually adds a ``NullHandler``. That would also silence Python's last resort handler, and nobody
+would see that a step was skipped or that a rank is late. So warnings go to stderr, with the rank, unless the
+root logger (``logging.basicConfig()``) or ``gradlane`` has a handler.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ NAME = "gradlane"
 
 
 class LastResort(logging.Handler):
-    """Writes warnings to stderr as long as nobody else would."""
+    """Writes warnings to stderr as long as no other handler gets them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if others_listen():
+        if has_other_handlers():
             return
         try:
             print(f"{NAME}: {_rank()}{self.format(record)}", file=sys.stderr, flush=True)
@@ -29,8 +29,8 @@ class LastResort(logging.Handler):
             self.handleError(record)
 
 
-def others_listen() -> bool:
-    """Whether any handler but ours gets what is logged; one that is meant to be silent is one, too."""
+def has_other_handlers() -> bool:
+    """Whether another handler gets the records; a ``NullHandler`` counts."""
     logger: logging.Logger | None = log
     while logger is not None:
         if any(not isinstance(handler, LastResort) for handler in logger.handlers):
@@ -40,7 +40,7 @@ def others_listen() -> bool:
 
 
 def _rank() -> str:
-    """Looked up where it is loaded already: what never communicates must not import torch.distributed."""
+    """From torch.distributed if that is imported already: a tool that never communicates does not need it."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return f"rank {dist.get_rank()}: "

@@ -1,11 +1,10 @@
-"""The options that ``attach``, ``Reducer`` and every integration take: listed and checked in one place."""
+"""The options that ``attach``, ``reduce_gradients`` and every integration take. ``attach`` explains them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from .agree.limits import checked_ranks_per_node, checked_timeout
 from .errors import WrongType
@@ -14,9 +13,12 @@ from .feed.loss_scale import Scaler, checked_scaler
 from .feed.nonfinite import Policy, checked_policy
 from .telemetry.sink import Observer, observers_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
 
 class Options(TypedDict, total=False):
-    """What ``**options`` may be; ``attach`` says what each does. Frameworks with a scaler give their own."""
+    """The ``**options`` of an integration whose framework has its own scaler of the loss."""
 
     observer: Observer | Iterable[Observer] | None
     timeout: float | timedelta | None
@@ -26,41 +28,28 @@ class Options(TypedDict, total=False):
 
 
 class ScaledOptions(Options, total=False):
-    """The same, and the scaler of the loss."""
+    """The ``**options`` of all others."""
 
     scaler: Scaler | None
 
 
-@dataclass(frozen=True)
 class Settings:
-    """Checked, and the same for as long as the strategy is at work."""
+    """The checked options of one session, with the defaults."""
 
-    observers: tuple[Observer, ...]
-    timeout: float | None
-    """Seconds; None: what the process group waits for."""
-    ranks_per_node: int | None
-    nonfinite: Policy
-    scaler: Scaler | None
-    verify_every: int | None
+    def __init__(self, **options: Unpack[ScaledOptions]) -> None:
+        if unknown := [name for name in options if name not in ScaledOptions.__annotations__]:
+            known = ", ".join(ScaledOptions.__annotations__)
+            raise WrongType(f"there is no option {unknown[0]!r}; use {known}")
+        self.observers = observers_of(options.get("observer"))
+        self.timeout = checked_timeout(options.get("timeout"))
+        """Seconds; None for the timeout of the process group."""
+        self.ranks_per_node = checked_ranks_per_node(options.get("ranks_per_node"))
+        self.nonfinite = checked_policy(options.get("nonfinite", "skip"))
+        self.verify_every = checked_every(options.get("verify_every"))
+        self.scaler = checked_scaler(options.get("scaler"))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and vars(self) == vars(other)
 
-def settings_of(
-    observer: Observer | Iterable[Observer] | None = None,
-    timeout: float | timedelta | None = None,
-    ranks_per_node: int | None = None,
-    nonfinite: str = "skip",
-    scaler: Scaler | None = None,
-    verify_every: int | None = None,
-    **unknown: object,
-) -> Settings:
-    if unknown:
-        known = ", ".join(ScaledOptions.__annotations__)
-        raise WrongType(f"there is no option {next(iter(unknown))!r}; use {known}")
-    return Settings(
-        observers_of(observer),
-        checked_timeout(timeout),
-        checked_ranks_per_node(ranks_per_node),
-        checked_policy(nonfinite),
-        checked_scaler(scaler),
-        checked_every(verify_every),
-    )
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

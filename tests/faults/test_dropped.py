@@ -39,7 +39,7 @@ def attached_in_a_cycle(rank):
 
 def reduced(rank):
     model = build()
-    return model, gl.Reducer(model, MEMORY, timeout=20)
+    return model, gl.attach_without_ddp(model, MEMORY, timeout=20)
 
 
 def compat_state(rank):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
-from gradlane import session
 from gradlane.local import run_ranks
+from gradlane.session import opening
 
 from .harness import drawing
 
@@ -126,7 +126,7 @@ def the_rest(rank, odd):
     ddp = wrapped()
     found = {"ranks_per_node": refused(ddp, "Mean()", ranks_per_node=3 if rank == odd else 1)}
     if rank == odd:
-        session.__version__ = "0.0.0"
+        opening.__version__ = "0.0.0"
     found["version"] = refused(ddp, "Mean()")
     return found
 
@@ -135,7 +135,7 @@ def then_a_good_one(rank, cases, odd):
     """After all refusals the ranks are still good for an attach and a step."""
     found = cases(rank, odd)
     ddp = wrapped()
-    session.__version__ = gl.__version__
+    opening.__version__ = gl.__version__
     with gl.attach(ddp, "Sharded(Int8())", timeout=20):
         ddp(torch.ones(2, 4)).sum().backward()
     return found

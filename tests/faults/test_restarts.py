@@ -153,5 +153,5 @@ def test_outside_of_torchrun_it_says_what_to_do(monkeypatch):
 
 
 def test_what_torchrun_decides_is_refused():
-    with pytest.raises(gl.InvalidValue, match="finds rank, store by itself"):
+    with pytest.raises(gl.InvalidValue, match="takes rank, store from the environment"):
         gl.init_elastic("gloo", rank=0, store=dist.HashStore())

@@ -85,18 +85,18 @@ def by_hand(rank, closure):
         optimizer.zero_grad()
         for part in range(PARTS):
             (model(data(rank, part)) / PARTS).backward()
-            reducer = gl.reduce_gradients(model, "Mean()", timeout=30)
+            own_loop = gl.reduce_gradients(model, "Mean()", timeout=30)
             injected.step += 1
-        return reducer
+        return own_loop
 
     for _ in range(3):
         before = [p.detach().clone() for p in model.parameters()]
-        reducer = optimizer.step(window) if closure else window()
+        own_loop = optimizer.step(window) if closure else window()
         if not closure:
             optimizer.step()
         changed.append(not all(map(torch.equal, before, model.parameters())))
-    reducer.close()
-    return changed, reducer.metrics()["comm/skipped"], replicas_equal(model.parameters())
+    own_loop.close()
+    return changed, own_loop.metrics()["comm/skipped"], replicas_equal(model.parameters())
 
 
 @pytest.mark.parametrize("closure", [True, False])
@@ -212,7 +212,7 @@ def copies(rank):
     return [line for line in records if "attachment.skipped" in line]
 
 
-def test_master_weights_made_by_hand_are_told_of():
+def test_an_optimizer_of_copied_weights_is_warned_of():
     for said in run_ranks(copies, 2):
         assert len(said) == 1
-        assert "(SGD) of weights that are no parameters of the model" in said[0]
+        assert "its weights are not parameters of the model" in said[0]

@@ -39,13 +39,13 @@ def connect(rank, path, world, seconds):
 
 def stepping(way):
     """A function of rank and step that trains in one of the ways, without a word about time."""
-    if way == "reducer":
+    if way == "own_loop":
         model = build()
-        reducer = gl.Reducer(model, "Mean()")
+        own_loop = gl.attach_without_ddp(model, "Mean()")
 
         def step_without_ddp(rank, step):
             model(data(rank, step)).backward()
-            reducer.reduce()
+            own_loop.reduce()
 
         return step_without_ddp
     ddp = DistributedDataParallel(build())
@@ -82,7 +82,7 @@ def _one_stays_away(rank, way, world, pause):
     return None
 
 
-@pytest.mark.parametrize("way", quick_first("hook", "reducer", "attach", "powersgd hook"))
+@pytest.mark.parametrize("way", quick_first("hook", "own_loop", "attach", "powersgd hook"))
 def test_a_rank_waits_as_long_as_its_process_group_and_is_told_so(way):
     """It used to be 120 s in any case, and the message of hooks spoke of a ``timeout=`` they do not have."""
     world = 3 if way == "hook" else 2

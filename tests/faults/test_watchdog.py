@@ -44,12 +44,12 @@ def test_nobody_is_named_when_nobody_is_late():
 def one_comes_late_to_the_roll_call(rank):
     warnings = Warnings()
     model = build()
-    with gl.Reducer(model, "Sharded(Raw())", timeout=6) as reducer:
+    with gl.attach_without_ddp(model, "Sharded(Raw())", timeout=6) as own_loop:
         for step in range(4):
             model(data(rank, step)).backward()
             if rank == 1 and step == 2:
                 time.sleep(3.5)
-            reducer.reduce()
+            own_loop.reduce()
     return [line for _, line in warnings.lines]
 
 

@@ -42,7 +42,7 @@ def refused(rank, case):
     if case == "requires_grad" and odd:
         ddp.module.extra.requires_grad_(True)
     if case == "version" and odd:
-        gl.session.__version__ = "9.9.9"
+        gl.session.opening.__version__ = "9.9.9"
     try:
         gl.attach(ddp, strategy, timeout=10)
     except gl.RanksDisagree as error:
@@ -282,8 +282,8 @@ def bad_states(rank):
         for change, message in [
             ({"strategy": "Noop()"}, r"saved by Noop\(\), this attachment runs Mean\(\)"),
             ({"format": 99}, "format 99, this version reads 1 and 2"),
-            ({"step": -1}, "step -1; a step is a number from 0 on"),
-            ({"step": True}, "step True; a step is a number from 0 on"),
+            ({"step": -1}, "step -1; a step is a whole number from 0 up"),
+            ({"step": True}, "step True; a step is a whole number from 0 up"),
             ({"state": {"memory": {}}}, "Mean has no state called memory"),
             ({"state": [1]}, "the state is a list; pass what state_dict"),
         ]:

@@ -92,7 +92,7 @@ def too_few(rank):
         "WeightedMean(1.0, max_share=0.1)",
     ):
         ddp = DistributedDataParallel(nn.Linear(3, 1))
-        for call in (gl.attach, gl.Reducer):
+        for call in (gl.attach, gl.attach_without_ddp):
             with pytest.raises(gl.InvalidValue) as caught:
                 call(ddp if call is gl.attach else nn.Linear(3, 1), strategy, timeout=20)
             told.append(str(caught.value))

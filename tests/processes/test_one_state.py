@@ -47,7 +47,7 @@ def twins(rank):
     )
     plain = critic(7)
     stepped(plain, rank, 1)
-    told["reducer"] = refusal(gl.Reducer, plain, shared, timeout=20)
+    told["without DDP"] = refusal(gl.attach_without_ddp, plain, shared, timeout=20)
     second = gl.attach(two, copy.deepcopy(shared), timeout=20)  # nothing is in it yet
     told["swap"] = refusal(second.swap, shared)
     gl.attach(three, gl.Sharded(gl.Int8()), timeout=20)
@@ -105,7 +105,7 @@ def again(rank, folder):
     fresh = DistributedDataParallel(critic())
     told["again"] = refusal(gl.attach, fresh, strategy, timeout=20)
     told["a copy"] = refusal(gl.attach, fresh, copy.deepcopy(strategy), timeout=20)
-    told["a reducer"] = refusal(gl.Reducer, critic(), strategy, timeout=20)
+    told["without DDP"] = refusal(gl.attach_without_ddp, critic(), strategy, timeout=20)
     # The same model goes on with what it is residual, in another wrapper too.
     with gl.attach(DistributedDataParallel(nn.Sequential(*model)), strategy, timeout=20):
         assert torch.equal(strategy.state_dict()["memory"]["0.weight"], kept["0.weight"])
@@ -179,7 +179,7 @@ def swaps(rank):
     """The residual goes over to a strategy that can owe it, once; what cannot is told."""
     ddp = DistributedDataParallel(critic())
     lines, found = [], {}
-    gl.session.log.warning = lambda text, *values: lines.append(text % values)
+    gl.log.log.warning = lambda text, *values: lines.append(text % values)
     with gl.attach(ddp, FEEDBACK, timeout=20) as attachment:
         stepped(ddp, rank)
         first = attachment.strategy
@@ -206,7 +206,7 @@ def swaps(rank):
 def test_the_residual_goes_over_in_a_swap():
     for found, lines in run_ranks(swaps, 3):
         assert found == dict.fromkeys(found, True)
-        assert lines == ["swap: dropped ErrorFeedback.memory: the new strategy has no place for it"]
+        assert lines == ["swap: dropped ErrorFeedback.memory: the new strategy has no state for it"]
 
 
 def hooked(rank):
@@ -264,7 +264,7 @@ class Hidden(gl.Strategy):
 def plain_attributes(rank, folder):
     ddp = DistributedDataParallel(critic())
     told, lines = {}, []
-    gl.session.log.warning = lambda text, *values: lines.append(text % values)
+    gl.log.log.warning = lambda text, *values: lines.append(text % values)
     told["at attach"] = refusal(gl.attach, ddp, Momentum(momentum=torch.zeros(1000)), timeout=20)
     told["in a dict"] = refusal(
         gl.attach, ddp, gl.Cast(Hidden(constants={"a": [torch.ones(3)]}), torch.float16), timeout=20

@@ -54,20 +54,20 @@ def as_ddp(rank, strategy):
         optimizer.step()
     own = copy.deepcopy(ddp.module)
     own_optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
-    reducer = gl.Reducer(own, strategy, bucket_mb=SMALL, timeout=30)
-    reducer.load_state_dict(attachment.state_dict())
+    own_loop = gl.attach_without_ddp(own, strategy, bucket_mb=SMALL, timeout=30)
+    own_loop.load_state_dict(attachment.state_dict())
     equal = []
     for step in range(2, 6):
         optimizer.zero_grad()
         own_optimizer.zero_grad()
         backward(ddp, rank, step)
         backward(own, rank, step)
-        reducer.reduce()
+        own_loop.reduce()
         equal.append(torch.equal(flat(grads(ddp.module)), flat(grads(own))))
         optimizer.step()
         own_optimizer.step()
     buckets = attachment._step.layout()
-    assert reducer._step.layout() == buckets
+    assert own_loop._step.layout() == buckets
     return equal, len(buckets) > 1, replicas_equal(own.parameters())
 
 
@@ -99,8 +99,8 @@ def hand_written(rank, dtype, accumulate):
         mean, reference = flat(grads(ours)), flat(grads(theirs))
         assert (mean - reference).abs().max() < 4 * torch.finfo(dtype).eps * reference.abs().max()
         assert replicas_equal(grads(ours))
-    reducer = gl.reduce_gradients(ours, "Mean()", bucket_mb=SMALL, timeout=30)
-    metrics = reducer.metrics()
+    own_loop = gl.reduce_gradients(ours, "Mean()", bucket_mb=SMALL, timeout=30)
+    metrics = own_loop.metrics()
     assert metrics["comm/steps"] == 4
     assert metrics["comm/step/exposed_seconds"] > 0
     assert ours.frozen.grad is None
@@ -172,7 +172,7 @@ def kinds(rank, kind):
             model(data(rank, step)).backward()
         if kind == "sparse" and rank == 1 and step == 1:
             ours.table.weight.grad = theirs.table.weight.grad = None
-        reducer = gl.reduce_gradients(ours, "Mean()", timeout=30)
+        own_loop = gl.reduce_gradients(ours, "Mean()", timeout=30)
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             if q.numel():
                 mine = (torch.zeros_like(q) if q.grad is None else q.grad.to_dense()) / 3
@@ -181,7 +181,7 @@ def kinds(rank, kind):
                 torch.testing.assert_close(p.grad.to_dense(), mine)
     if kind == "sparse":
         assert ours.table.weight.grad.is_sparse
-    return reducer._step.layout()
+    return own_loop._step.layout()
 
 
 @pytest.mark.parametrize(
@@ -224,32 +224,33 @@ def test_gradients_in_odd_places():
 def resumed(rank, folder, how):
     strategy = "ErrorFeedback(Sharded(Int4(block=32)))"
 
-    def run(model, reducer, steps):
+    def run(model, own_loop, steps):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in steps:
             optimizer.zero_grad()
             model(data(rank, step)).backward()
-            reducer.reduce()
+            own_loop.reduce()
             optimizer.step()
 
     straight = build()
-    with gl.Reducer(straight, strategy, bucket_mb=SMALL, timeout=30) as reducer:
-        run(straight, reducer, range(6))
+    with gl.attach_without_ddp(straight, strategy, bucket_mb=SMALL, timeout=30) as own_loop:
+        run(straight, own_loop, range(6))
     first = build()
-    with gl.Reducer(first, strategy, bucket_mb=SMALL, timeout=30) as reducer:
-        run(first, reducer, range(3))
-        state = reducer.state_dict()
-        reducer.save(folder)
+    with gl.attach_without_ddp(first, strategy, bucket_mb=SMALL, timeout=30) as own_loop:
+        run(first, own_loop, range(3))
+        state = own_loop.state_dict()
+        own_loop.save(folder)
     second = copy.deepcopy(first)
     # In its first step a resumed run has the buckets that were saved, whatever its own are.
-    with gl.Reducer(second, strategy, bucket_mb=SMALL if how == "state" else 25.0, timeout=30) as reducer:
-        reducer.load_state_dict(state) if how == "state" else reducer.load(folder)
-        assert reducer.step == 3
-        run(second, reducer, range(3, 6) if how == "state" else range(3, 4))
+    bucket_mb = SMALL if how == "state" else 25.0
+    with gl.attach_without_ddp(second, strategy, bucket_mb=bucket_mb, timeout=30) as own_loop:
+        own_loop.load_state_dict(state) if how == "state" else own_loop.load(folder)
+        assert own_loop.step == 3
+        run(second, own_loop, range(3, 6) if how == "state" else range(3, 4))
     if how == "folder":
-        with gl.Reducer(first, strategy, bucket_mb=SMALL, timeout=30) as reducer:
-            reducer.load(folder)
-            run(first, reducer, range(3, 4))
+        with gl.attach_without_ddp(first, strategy, bucket_mb=SMALL, timeout=30) as own_loop:
+            own_loop.load(folder)
+            run(first, own_loop, range(3, 4))
         straight = first
     return all(map(torch.equal, straight.parameters(), second.parameters()))
 
@@ -262,7 +263,7 @@ def test_a_resumed_loop_goes_on_bit_for_bit(how, tmp_path):
 def not_finite(rank, policy):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    reducer = gl.Reducer(model, "ErrorFeedback(Sharded(Int8()))", nonfinite=policy, timeout=30)
+    own_loop = gl.attach_without_ddp(model, "ErrorFeedback(Sharded(Int8()))", nonfinite=policy, timeout=30)
     story = []
     for step in range(4):
         optimizer.zero_grad()
@@ -270,20 +271,20 @@ def not_finite(rank, policy):
         if (step, rank) == (2, 1):
             batch[0, 0] = math.nan
         before = [p.detach().clone() for p in model.parameters()]
-        memory = reducer.state_dict()["state"]
+        memory = own_loop.state_dict()["state"]
         model(batch).backward()
         try:
-            reducer.reduce()
+            own_loop.reduce()
         except gl.NonFinite as error:
             story.append(str(error).split(":")[0])
         optimizer.step()
-        if reducer.skipped:
-            after = reducer.state_dict()["state"]
+        if own_loop.skipped:
+            after = own_loop.state_dict()["state"]
             assert all(map(torch.equal, model.parameters(), before))
             assert torch.equal(flat(memory["memory"].values()), flat(after["memory"].values()))
             story.append(step)
     assert replicas_equal([p.detach() for p in model.parameters()])
-    return story, reducer.metrics()["comm/skipped"]
+    return story, own_loop.metrics()["comm/skipped"]
 
 
 @pytest.mark.parametrize(("policy", "story"), [("skip", [2]), ("raise", ["step 2", 2])])
@@ -308,9 +309,9 @@ def scaled(rank):
         backward(plain, rank, step)
         (ours(data(rank, step)).square().mean() * scaler.scale).backward()
         gl.reduce_gradients(plain, strategy, timeout=30)
-        reducer = gl.reduce_gradients(ours, strategy, timeout=30, scaler=scaler)
+        own_loop = gl.reduce_gradients(ours, strategy, timeout=30, scaler=scaler)
         torch.testing.assert_close(flat(grads(ours)) / scaler.scale, flat(grads(plain)))
-    return reducer.scaler is scaler
+    return own_loop.scaler is scaler
 
 
 def test_memory_is_in_units_of_the_loss():
@@ -319,7 +320,7 @@ def test_memory_is_in_units_of_the_loss():
 
 def drifted(rank):
     model = build()
-    reducer = gl.Reducer(model, "Mean()", verify_every=2, timeout=30)
+    own_loop = gl.attach_without_ddp(model, "Mean()", verify_every=2, timeout=30)
     for step in range(2):
         if rank == 1:
             with torch.no_grad():
@@ -327,9 +328,9 @@ def drifted(rank):
         model(data(rank, step)).backward()
         if step == 1:
             with pytest.raises(gl.RanksDisagree, match="rank 1 of 2 has drifted from the others in scale"):
-                reducer.reduce()
+                own_loop.reduce()
         else:
-            reducer.reduce()
+            own_loop.reduce()
     return True
 
 
@@ -362,7 +363,7 @@ def test_buckets_are_encoded_while_others_travel():
 
 
 def comes_and_goes(rank):
-    """The reducer lives as long as its model, and keeps no model alive."""
+    """The own_loop lives as long as its model, and keeps no model alive."""
     model = build()
     model(data(rank, 0)).backward()
     first = gl.reduce_gradients(model, "ErrorFeedback(Sharded(Int8()))", timeout=30)
@@ -374,7 +375,7 @@ def comes_and_goes(rank):
     del model
     gc.collect()
     assert gone() is None
-    with pytest.raises(gl.WrongState, match="the model of this reducer is gone"):
+    with pytest.raises(gl.WrongState, match="the model of this attachment was deleted"):
         first.reduce()
     other = build()
     compiled = torch.compile(other, backend="eager")

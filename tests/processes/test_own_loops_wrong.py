@@ -33,14 +33,14 @@ def wrong_use(rank):
         (nn.Sequential(DistributedDataParallel(build())), gl.WrongType, "this is a DDP model"),
         (list(build().parameters()), gl.WrongType, "needs a module, got list; pass the model"),
         (nn.Linear(2, 2).requires_grad_(False), gl.InvalidValue, "no parameter that needs a gradient"),
-        (nn.LazyLinear(2), gl.WrongState, "weight has no shape yet; run the model once"),
+        (nn.LazyLinear(2), gl.WrongState, "weight has no shape yet .*; run the model once"),
     ]:
         with pytest.raises(error, match=message):
             gl.reduce_gradients(given, "Mean()")
     model = ready(rank)
     for options, error, message in [
-        ({"bucket_mb": 0}, gl.InvalidValue, "bucket_mb=0 holds nothing"),
-        ({"bucket_mb": math.inf}, gl.InvalidValue, "bucket_mb=inf holds nothing, or no end of it"),
+        ({"bucket_mb": 0}, gl.InvalidValue, "bucket_mb=0 is not possible"),
+        ({"bucket_mb": math.inf}, gl.InvalidValue, "bucket_mb=inf is not possible; use a finite number"),
         ({"buckets": 3}, gl.WrongType, "there is no option 'buckets'; use observer"),
         ({"timeout": 0}, gl.InvalidValue, "timeout=0 leaves no time"),
         ({"nonfinite": "ignore"}, gl.InvalidValue, "nonfinite='ignore' is not known"),
@@ -50,22 +50,25 @@ def wrong_use(rank):
             gl.reduce_gradients(model, "Mean()", **options)
     with pytest.raises(gl.WrongType, match="got the class Mean"):
         gl.reduce_gradients(model, gl.Mean)
-    reducer = gl.reduce_gradients(model, "Mean()", timeout=30)
+    own_loop = gl.reduce_gradients(model, "Mean()", timeout=30)
     for options, message in [
-        ({"strategy": "Noop()"}, r"go by Mean\(\), this call asks for Noop\(\).*swap\(\).*close\(\)"),
+        (
+            {"strategy": "Noop()"},
+            r"Mean\(\) reduces the gradients.*call requests Noop\(\).*swap.*close",
+        ),
         ({"bucket_mb": 1.0}, "other options than the first one, which had bucket_mb=25"),
         ({"timeout": 31}, "other options than the first one.*timeout=30"),
     ]:
         with pytest.raises(gl.WrongState, match=message):
             gl.reduce_gradients(model, **{"strategy": "Mean()", "timeout": 30, **options})
-    with pytest.raises(gl.WrongState, match="this model has a reducer already"):
-        gl.Reducer(model, "Mean()")
-    with pytest.raises(gl.InvalidValue, match=r"saved by Noop\(\), this reducer runs Mean"):
-        reducer.load_state_dict({**reducer.state_dict(), "strategy": "Noop()"})
-    assert reducer.step == 1
-    reducer.close()
-    with pytest.raises(gl.WrongState, match="this reducer is closed; make another Reducer"):
-        reducer.reduce()
+    with pytest.raises(gl.WrongState, match="this model has an attachment already"):
+        gl.attach_without_ddp(model, "Mean()")
+    with pytest.raises(gl.InvalidValue, match=r"saved by Noop\(\), this attachment runs Mean"):
+        own_loop.load_state_dict({**own_loop.state_dict(), "strategy": "Noop()"})
+    assert own_loop.step == 1
+    own_loop.close()
+    with pytest.raises(gl.WrongState, match="this attachment is closed; call reduce_gradients"):
+        own_loop.reduce()
     return True
 
 
@@ -138,14 +141,14 @@ def raising(rank):
         return gl.Reduced(await gl.all_reduce(bucket.flat))
 
     model = build()
-    reducer = gl.Reducer(model, fragile, bucket_mb=0.004, timeout=30)
+    own_loop = gl.attach_without_ddp(model, fragile, bucket_mb=0.004, timeout=30)
     story = []
     for step in range(3):
         model.zero_grad()
         model(data(rank, step)).backward()
         own = flat([p.grad for p in model.parameters() if p.requires_grad])
         try:
-            reducer.reduce()
+            own_loop.reduce()
         except (ArithmeticError, gl.PeerFailed) as error:
             story.append((step, type(error).__name__, getattr(error, "rank", None)))
             assert torch.equal(own, flat([p.grad for p in model.parameters() if p.requires_grad]))
@@ -161,7 +164,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_gradients_alone():
 def changing(rank, change):
     """A model that is not what the ranks agreed on, on rank 1 only: nobody waits for nothing."""
     model = ready(rank)
-    reducer = gl.reduce_gradients(model, "ErrorFeedback(Sharded(Int8()))", timeout=30)
+    own_loop = gl.reduce_gradients(model, "ErrorFeedback(Sharded(Int8()))", timeout=30)
     if rank == 1:
         if change == "thawed":
             model.frozen.requires_grad_(True)
@@ -172,7 +175,7 @@ def changing(rank, change):
         else:
             del model.cube
     try:
-        reducer.reduce()
+        own_loop.reduce()
     except (gl.WrongState, gl.PeerFailed) as error:
         story = f"{type(error).__name__}: {error}"
     if rank == 1:
@@ -180,18 +183,18 @@ def changing(rank, change):
             model.frozen.requires_grad_(False)
         if change == "added":
             del model.extra
-    if change in ("thawed", "added"):  # put right, the same reducer goes on
-        reducer.reduce()
+    if change in ("thawed", "added"):  # put right, the same attachment goes on
+        own_loop.reduce()
         assert replicas_equal([p.grad for p in model.parameters() if p.requires_grad])
-        assert reducer.step == 3
+        assert own_loop.step == 3
     return story
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("thawed", "frozen is to be trained, and was frozen when the reducer was made; close"),
-        ("replaced", "scale is not the parameter that it was when the reducer was made; close"),
+        ("thawed", "frozen needs a gradient, and was frozen when the strategy was attached; close"),
+        ("replaced", "scale is not the parameter that it was when the strategy was attached; close"),
         ("added", "extra is not the parameter that it was"),
         ("removed", "cube is not the parameter that it was"),
     ],
@@ -222,19 +225,19 @@ def test_parameters_may_be_frozen_on_the_way():
 def out_of_memory(rank):
     """Rank 1 cannot copy the gradients of its second bucket."""
     model = ready(rank)
-    reducer = gl.Reducer(model, "Mean()", bucket_mb=0.004, timeout=30)
-    reducer.reduce()
-    second = reducer._parcels[1]
+    own_loop = gl.attach_without_ddp(model, "Mean()", bucket_mb=0.004, timeout=30)
+    own_loop.reduce()
+    second = own_loop._buckets[1]
     if rank == 1:
         second.filled = raise_memory_error
     try:
-        reducer.reduce()
+        own_loop.reduce()
     except (MemoryError, gl.PeerFailed) as error:
         story = f"{type(error).__name__}: {error}"
     if rank == 1:
         del second.filled
-    reducer.reduce()
-    return "rank 1 raised MemoryError: no room" in story or story == "MemoryError: no room", reducer.step
+    own_loop.reduce()
+    return "rank 1 raised MemoryError: no room" in story or story == "MemoryError: no room", own_loop.step
 
 
 def raise_memory_error(parameters):

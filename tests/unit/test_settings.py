@@ -1,29 +1,27 @@
-"""Options are listed once, and refused by name."""
+"""Options are listed in one file, explained by ``attach``, and refused by name."""
 
 import inspect
 
 import pytest
 
 import gradlane as gl
-from gradlane.settings import ScaledOptions, settings_of
+from gradlane.settings import ScaledOptions, Settings
 
 
-def options_of(function):
-    return {
-        name: p.default
-        for name, p in inspect.signature(function).parameters.items()
-        if p.kind is p.KEYWORD_ONLY
-    }
+def test_attach_explains_every_option():
+    for name in ScaledOptions.__annotations__:
+        assert f"        {name}: " in inspect.getsource(gl.attach)
 
 
-def test_attach_has_what_all_others_take():
-    """The others have ``**options``; the defaults are those of ``settings_of``."""
-    of_settings = inspect.signature(settings_of).parameters
-    named = {name: p.default for name, p in of_settings.items() if p.kind is not p.VAR_KEYWORD}
-    assert options_of(gl.attach) == named
-    assert set(named) == set(ScaledOptions.__annotations__)
+def test_every_option_is_checked_and_has_a_default():
+    assert list(vars(Settings())) == [
+        "observers", "timeout", "ranks_per_node", "nonfinite", "verify_every", "scaler",
+    ]  # fmt: skip
+    assert len(ScaledOptions.__annotations__) == len(vars(Settings()))
+    assert Settings() == Settings(nonfinite="skip")
+    assert Settings() != Settings(timeout=3)
 
 
 def test_an_option_that_is_not_there_is_named():
     with pytest.raises(gl.WrongType, match="there is no option 'obsever'; use observer, timeout"):
-        settings_of(obsever=None)
+        Settings(obsever=None)

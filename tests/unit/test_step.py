@@ -1,5 +1,8 @@
 """The states of a step: every legal way through them, and what is refused."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -113,6 +116,16 @@ def test_what_is_out_of_order_is_refused(step):
         submit(step, index=1)
     with pytest.raises(gl.WrongState, match="cannot become COMMITTED"):
         step.end(None, 0.0)
+
+
+def test_the_readme_has_every_state_and_every_file():
+    folder = Path(inspect.getfile(Step)).parent
+    text = (folder / "README.md").read_text()
+    rows = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert rows == {state.name for state in State}
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert {word for word in text.split("## Files")[1].split("`") if word.endswith(".py")} == files
+    assert len(text.splitlines()) <= 60
 
 
 def test_every_state_is_reached_and_left():

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ..agree.board import Board
 from ..agree.limits import Limit
-from ..ending import shutdown
 from ..errors import GradlaneError
 from ..lane.open import store_of
+from ..teardown import shutdown
 from .finding import Finding
 from .link import TIMEOUT, TOGETHER, Measured, measure
 

@@ -1,1 +1,1 @@
-"""Gradients become buckets: DDP's, or those of a loop of one's own; what a step is, and when it counts."""
+"""Gradients become the buckets of a step; README.md explains its states."""

@@ -25,7 +25,7 @@ from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from ..lane.base import same
 from ..torch_internals import call_after_backward, current_backward, span
-from .layouts import layout_of
+from .layout import layout_of
 from .row_major import RowMajorCopy, row_major_copy
 from .step import State, Step
 
@@ -54,9 +54,9 @@ class DdpFeed:
         self.step = step
         self._name_of = name_of
         self._divides_by_active = divides_by_active
-        self._mean_of_active = False  # in this step
         self.raises_at_once: Callable[[BaseException], bool] = lambda failure: False
         """Whether an error must not wait for DDP's own callback, because that would hang."""
+        self._counts_active = False  # in this step
         self._ended_by: int | None = None  # the backward that will end the step
         self._contents: dict[int, _Contents] = {}  # by bucket
 
@@ -65,7 +65,7 @@ class DdpFeed:
         joined = backward is None  # outside of backward DDP shadows the others for a joined rank
         if bucket.index() == 0:
             self.step.begin(strategy, joined=joined)
-            self._mean_of_active = self._divides_by_active()
+            self._counts_active = self._divides_by_active()
         contents = self._contents_of(bucket)
         flat, finish = bucket.buffer(), same
         if contents.row_major is not None:
@@ -75,7 +75,7 @@ class DdpFeed:
             call_after_backward(self._backward_ended)
             self._ended_by = backward
         answer = self.step.submit(
-            _MeanOfActive(strategy) if self._mean_of_active else strategy,
+            _MeanOfActive(strategy) if self._counts_active else strategy,
             flat,
             contents.layout,
             index=bucket.index(),
@@ -115,7 +115,7 @@ class DdpFeed:
     def expect(self, buckets: Sequence[Sequence[Tensor]]) -> None:
         """The next step has these parameters in its buckets; without any, the same as the last step."""
         if buckets:
-            self.step.layouts.expect([self._names(i, parameters) for i, parameters in enumerate(buckets)])
+            self.step.expect([self._names(i, parameters) for i, parameters in enumerate(buckets)])
 
     def _contents_of(self, bucket: dist.GradBucket) -> _Contents:
         """Computed once for each bucket, and again when DDP has rebuilt its buckets."""

@@ -1,7 +1,7 @@
-"""DDP's own collectives, outside of the lane: buckets in the second forward, buffers in each, ``join``.
+"""Watches DDP's own collectives: rebuilt buckets in the second forward, buffers in each forward, ``join``.
 
-They are torch's, on the model's process group, and wait for its timeout without a word. Here is who watches
-them: the lane's thread while it has nothing to do. The stack of the training thread tells where DDP waits.
+They run on the model's process group, outside of the lane, and wait for that group's timeout without a log
+line. The lane's thread watches them while it is idle. The stack of the training thread shows where DDP waits.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from ..torch_internals import (
 from .step import Step
 
 BROKEN = ("gloo", "pair closure", "onnection")
-"""What is in Gloo's errors: its files, mostly, which are in no other error of DDP's."""
+"""Parts of Gloo's error messages, mostly of file names, that no other error of DDP contains."""
 
 
 class DdpWaits:
-    """Of one model: who is late to them is logged, they end after the limit, and in a lost peer if they fail.
+    """The collectives of one DDP model.
 
-    It keeps neither the model nor who counts its steps.
+    A rank that is late is logged. A wait ends after the limit, and a broken connection raises ``PeerLost``.
+    This object keeps neither the model nor its step alive.
     """
 
     def __init__(
@@ -48,17 +49,17 @@ class DdpWaits:
         self._ddp = weakref.ref(ddp)
         self._lane = lane
         self._step = weakref.ref(step)
-        self._shorter = limit.seconds < of_group.seconds  # else the group ends its waits itself
+        self._shorter = limit.seconds < of_group.seconds  # else the group's own timeout ends the wait
         self._limit = limit if self._shorter else of_group
         self._trainer = threading.get_ident()
-        self._inside = False  # of what can be told from other code by where it begins and ends
-        self._seen: Place | None = None
+        self._inside = False  # in code of DDP that may communicate, except for join()
+        self._last_place: Place | None = None
         self._since = 0.0
         self._watching = False
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Something of DDP's that has collectives in it. A connection that breaks is a lost peer."""
+        """Around code of DDP that may communicate. A broken connection becomes ``PeerLost``."""
         self._trainer = threading.get_ident()
         self._inside = True
         try:
@@ -72,8 +73,8 @@ class DdpWaits:
             self._inside = False
 
     def would_hang(self, failure: BaseException) -> bool:
-        """Whether DDP would wait, at the end of this backward, for a rank that is lost: it compares then
-        which parameters were used. That is ended here, and the model is of no more use."""
+        """Whether DDP would wait for a lost rank at the end of this backward, to compare which parameters
+        were used. If so, close DDP's connections; the model cannot be used any more."""
         ddp = self._ddp()
         if ddp is None or not isinstance(failure, PeerLost):
             return False
@@ -82,11 +83,11 @@ class DdpWaits:
         self._sever()
         return True
 
-    def look(self) -> None:
-        """If DDP waits, say who is late until it does so no more; and end it when it has waited too long."""
+    def check(self) -> None:
+        """While DDP waits, log which rank is late; end the wait after the limit. On the lane's thread."""
         place, now = self.place(), time.monotonic()
-        if place != self._seen:
-            self._seen, self._since = place, now
+        if place != self._last_place:
+            self._last_place, self._since = place, now
         if place is None:
             return
         if not self._watching:
@@ -117,8 +118,7 @@ class DdpWaits:
             self._watching = False
 
     def _sever(self) -> None:
-        """Close the connections of DDP's own group, here and for all who wait for this rank there: else they
-        would wait for the group's own timeout."""
+        """Close the connections of DDP's group: ranks that wait for this one would wait for its timeout."""
         if (ddp := self._ddp()) is not None:
             sever(backend_of_group(ddp.process_group, torch.device("cpu")))
 
@@ -140,7 +140,7 @@ def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], No
 
 
 def _doing(frames: Iterator[FrameType]) -> str | None:
-    """What the first of these frames that is DDP's own communication does."""
+    """What DDP communicates in the first of these frames that belongs to it."""
     for frame in frames:
         doing = COMMUNICATING_FUNCTIONS.get(frame.f_code.co_name)
         if doing is not None and frame.f_code.co_filename.replace("\\", "/").endswith(COMMUNICATING_FILES):

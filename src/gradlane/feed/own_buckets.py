@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals import assign_buckets, copy_each
-from .layouts import layout_of
+from .layout import layout_of
 
 
 class OwnBucket:

@@ -15,8 +15,8 @@ def refuse_sharded(model: nn.Module, instead: str) -> None:
     """Strategies reduce gradients of replicas; the gradient of a shard is reduced already."""
     if (what := _how_sharded(model)) is not None:
         raise WrongType(
-            f"this model is {what}: each rank has a part of every parameter, and backward reduces and scatters "
-            f"its gradient already. gradlane reduces the gradients of full copies; {instead}"
+            f"this model is {what}: each rank has a part of every parameter, and backward reduces and "
+            f"scatters its gradient already. gradlane reduces the gradients of full copies; {instead}"
         )
 
 

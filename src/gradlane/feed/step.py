@@ -22,7 +22,6 @@ from ..core.strategy import Strategy
 from ..errors import NonFinite, WrongState
 from ..lane.base import Book, Finish, Lane, same
 from .drift import DriftCheck
-from .layouts import Layouts
 from .loss_scale import Scaler, unscaled
 from .nonfinite import NonFinitePolicy
 from .resumed_buckets import ResumedBuckets
@@ -72,7 +71,6 @@ class Step:
         self.rank = rank
         self.world = sizes["world"]
         self.scaler = scaler
-        self.layouts = Layouts()
         self.on_begin: Callable[[], None] = _nothing
         self._book = book
         self._sizes = sizes
@@ -82,6 +80,9 @@ class Step:
         self._first_bucket_at = 0.0
         self._target: Lane | ResumedBuckets = lane  # the lane, but for the first steps after a resume
         self._scratch: dict[int, Scratch] = {}  # by the address of the flat gradient
+        self._layouts: list[Layout] = []  # of the buckets of this step so far
+        self._last_layouts: list[Layout] = []  # of the last step that had all its buckets
+        self._expected: list[list[str]] = []  # names in the buckets of the next step, if these are others
 
     def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
         """Before the first bucket. A rank that has ``joined`` has no data any more, and sends zeros."""
@@ -90,7 +91,7 @@ class Step:
         self._change_to(State.BEGUN)
         self.number, self._joined = self.next, joined
         self._first_bucket_at = time.perf_counter()
-        self.layouts.begin_step()
+        self._layouts = []
         self._policy.begin_step(strategy, self.number, joined=joined)
 
     def submit(
@@ -110,9 +111,7 @@ class Step:
         """
         self._change_to(State.SUBMITTED if is_last else State.BEGUN)
         self.next += is_last
-        scratch = self._scratch.get(flat.data_ptr()) if not flat.is_sparse else None
-        if scratch is None and not flat.is_sparse:
-            scratch = self._scratch[flat.data_ptr()] = Scratch()
+        scratch = None if flat.is_sparse else self._scratch_for(flat)
         if flat.is_complex():
             flat, finish = torch.view_as_real(flat).view(-1), partial(_finish_complex, finish)
         bucket = Bucket(
@@ -129,9 +128,9 @@ class Step:
         )
         if self.number < self._policy.check_own_until:
             self._policy.check_own(bucket)
-        self.layouts.current.append(layout)
+        self._layouts.append(layout)
         if is_last:
-            self.layouts.end_step()
+            self._last_layouts, self._expected = self._layouts, []
         raw = flat.numel() * flat.element_size()
         self._book.gradient(raw, wire_bytes("all_reduce", raw, self.world), is_last)
         if self.scaler is not None:
@@ -188,14 +187,26 @@ class Step:
 
     def layout(self) -> list[list[str]]:
         """The names of the parameters in each bucket of the next step; none before the first step."""
-        resumed = self._target
-        return resumed.layout if isinstance(resumed, ResumedBuckets) else self.layouts.names()
+        if isinstance(self._target, ResumedBuckets):
+            return self._target.layout
+        return self._expected or [[slot.name for slot in layout] for layout in self._last_layouts]
+
+    def expect(self, names: list[list[str]]) -> None:
+        """The next step will have other buckets than the last one, with these parameters."""
+        self._expected = names
 
     def go_to(self, number: int, layout: Sequence[Sequence[str]] = ()) -> None:
         """Resume: the next step has this number, and the first steps have the buckets of ``layout``."""
         self.next = number
         self._target = ResumedBuckets(self.lane, layout, self._use_lane) if layout else self.lane
         self.lane.forget_failure()  # a step of this number may have failed before the resume
+
+    def _scratch_for(self, flat: Tensor) -> Scratch:
+        address = flat.data_ptr()
+        scratch = self._scratch.get(address)
+        if scratch is None:
+            scratch = self._scratch[address] = Scratch()
+        return scratch
 
     def forget_buckets(self) -> None:
         """DDP has rebuilt its buckets: drop the buffers made for the old ones."""

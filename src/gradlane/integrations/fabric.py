@@ -12,11 +12,11 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..alone import Alone
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongType
 from ..session import Session
+from ..session.one_process import OneProcess
 from ..settings import Options
 from ..torch_internals import uncompiled
 from .ddp_only import needs_ddp
@@ -49,7 +49,7 @@ def attach_fabric(
         return attach(model, strategy, scaler=scaler, **options)
     if not isinstance(fabric.strategy, SingleDeviceStrategy):
         raise WrongType(needs_ddp("Fabric", type(fabric.strategy).__name__))
-    alone = Alone(model, strategy, scaler=scaler, **options)
+    alone = OneProcess(model, strategy, scaler=scaler, **options)
     accumulating = _Accumulating(fabric, module)
     reduce_after_backward(fabric, alone, lambda: not accumulating.now)
     return alone

@@ -10,12 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from ..alone import Alone
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..session import Session
-from ..settings import Options, settings_of
+from ..session.one_process import OneProcess
+from ..settings import Options, Settings
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
 from .ddp_only import needs_ddp
@@ -57,7 +57,7 @@ class GradientComm(Callback):
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
         self.strategy = self._given = as_strategy(strategy)
         self.attachment: Session | None = None
-        settings_of(**options)  # what is wrong with them is told now, not when training starts
+        Settings(**options)  # what is wrong with them is told now, not when training starts
         self._options = options
         self.failure: BaseException | None = None
         self._log_every = log_every
@@ -106,10 +106,10 @@ class GradientComm(Callback):
             return attach(model, self.strategy, scaler=trainer.scaler, **self._options)
         if model is None or not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise WrongType(needs_ddp("Trainer", type(trainer.strategy).__name__))
-        return Alone(model, self.strategy, scaler=trainer.scaler, **self._options)
+        return OneProcess(model, self.strategy, scaler=trainer.scaler, **self._options)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(self.attachment, Alone):
+        if isinstance(self.attachment, OneProcess):
             self.attachment.backward_ended(synced=not trainer.fit_loop._should_accumulate())
 
     def _load(self, attachment: Session, checkpoint: object) -> None:

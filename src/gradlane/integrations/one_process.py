@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..alone import Alone
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..session import Session
+from ..session.one_process import OneProcess
 from ..settings import Options
 
 MARK = "_gradlane_alone"
@@ -23,15 +23,15 @@ def attached(accelerator: Any, model: nn.Module, strategy: Strategy | str, optio
     """To the DDP model of an Accelerator, or to the plain one of a single process."""
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, scaler=accelerator.scaler, **options)
-    alone = Alone(model, strategy, scaler=accelerator.scaler, **options)
+    alone = OneProcess(model, strategy, scaler=accelerator.scaler, **options)
     reduce_after_backward(accelerator, alone, lambda: bool(accelerator.sync_gradients))
     return alone
 
 
-def reduce_after_backward(owner: Any, alone: Alone, synced: Callable[[], bool]) -> None:
+def reduce_after_backward(owner: Any, alone: OneProcess, synced: Callable[[], bool]) -> None:
     """Let ``owner.backward`` (an Accelerator's, or Fabric's) end with the work of the strategy, where
     ``synced`` says that a step is whole."""
-    watched: list[tuple[Alone, Callable[[], bool]]] = vars(owner).setdefault(MARK, [])
+    watched: list[tuple[OneProcess, Callable[[], bool]]] = vars(owner).setdefault(MARK, [])
     watched[:] = [pair for pair in watched if pair[0].is_open]
     watched.append((alone, synced))
     if "backward" in vars(owner):  # wrapped already

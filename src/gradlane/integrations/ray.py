@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..alone import Alone
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import WrongState, WrongType
 from ..session import Session
+from ..session.one_process import OneProcess
 from ..settings import ScaledOptions
 from ..torch_internals import uncompiled
 from .resume import go_on
@@ -60,7 +60,7 @@ def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions
             f"gradlane works on DDP models, got a {type(model).__name__}; call model = "
             "ray.train.torch.prepare_model(model) first, and pass what it returned"
         )
-    alone = Alone(model, strategy, **options)
+    alone = OneProcess(model, strategy, **options)
     alone.after_every_backward()
     return alone
 

@@ -15,7 +15,7 @@ from transformers.training_args import ParallelMode
 from ..core.strategy import Strategy
 from ..errors import WrongState, WrongType
 from ..session import Session
-from ..settings import Options, settings_of
+from ..settings import Options, Settings
 from ..strategies.given import as_strategy
 from ..strategies.ledgers import begin_anew, follow
 from ..torch_internals import uncompiled
@@ -66,7 +66,7 @@ def attach_trainer(
             f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
             "or more processes: torchrun --nproc-per-node 2 train.py"
         )
-    settings_of(**options)  # what is wrong with them is told now, not when training begins
+    Settings(**options)  # what is wrong with them is told now, not when training begins
     callback = GradientComm(trainer, as_strategy(strategy), options, metrics, resume)
     # First of all: those that report what is logged must find the metrics there.
     trainer.callback_handler.callbacks.insert(0, callback)

@@ -15,7 +15,7 @@ from ..core.strategy import Reduced
 from ..log import log
 
 ROLL_CALL, FORWARD = -1, -2
-"""In place of a bucket: how a step begins with a ``Reducer``, and with DDP."""
+"""In place of a bucket: how a step begins in a loop without DDP, and with DDP."""
 HEARTBEAT = 1.0  # seconds between two notes, at most
 
 

@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..ending import shutdown
 from ..errors import InvalidValue, WrongState
 from ..lane.base import open_lanes
+from ..teardown import shutdown
 from ..torch_internals import load_compiler
 from .family import Family, die_with_parent
 

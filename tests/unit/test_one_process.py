@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import gradlane as gl
-from gradlane.alone import Alone
 from gradlane.core.strategy import parts
 from gradlane.errors import NonFinite
+from gradlane.session.one_process import OneProcess
 
 from ..support.catalogue import STRATEGIES
 
@@ -36,7 +36,7 @@ def can_be_alone(strategy):
 def test_it_is_the_simulation_of_one_rank(name):
     model = network()
     simulation = gl.Simulation(STRATEGIES[name](), world=1)
-    with Alone(model, STRATEGIES[name]()) as alone:
+    with OneProcess(model, STRATEGIES[name]()) as alone:
         for step in range(3):
             backward(model, step)
             (wanted,) = simulation.step([in_order_of_buckets(model)])
@@ -49,7 +49,7 @@ def test_it_is_the_simulation_of_one_rank(name):
 
 def test_only_whole_steps_of_this_model_are_reduced():
     model, other = network(), network()
-    with Alone(model, "Mean()") as alone:
+    with OneProcess(model, "Mean()") as alone:
         backward(other, 0)
         alone.backward_ended()
         assert alone.step == 0
@@ -68,7 +68,7 @@ def test_only_whole_steps_of_this_model_are_reduced():
 
 def test_autograd_tells_when_backward_has_ended():
     model = network()
-    with Alone(model, "ErrorFeedback(Gathered(TopK(0.1)))") as alone:
+    with OneProcess(model, "ErrorFeedback(Gathered(TopK(0.1)))") as alone:
         alone.after_every_backward()
         for step in range(3):
             backward(model, step)
@@ -79,7 +79,7 @@ def test_autograd_tells_when_backward_has_ended():
 
 def test_what_backward_raises_is_seen_where_it_was_called():
     model = network()
-    with Alone(model, "Mean()", nonfinite="raise") as alone:
+    with OneProcess(model, "Mean()", nonfinite="raise") as alone:
         alone.after_every_backward()
         backward(model, 0)
         with pytest.raises(NonFinite, match="step 1"):
@@ -91,7 +91,7 @@ def test_what_backward_raises_is_seen_where_it_was_called():
 def test_noise_is_added_to_what_one_process_learns_too():
     model = network()
     private = gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0)
-    with Alone(model, private) as alone:
+    with OneProcess(model, private) as alone:
         backward(model, 0)
         before = in_order_of_buckets(model)
         alone.backward_ended()

@@ -1,4 +1,4 @@
-"""The end of a run, in the order that never hangs."""
+"""``shutdown``: the end of a run, in the order that never hangs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import compat, session
+from . import compat
 from .lane.perform import meet
+from .session import registry
 
 
 def close_all() -> None:
-    """Close every attachment, every reducer and every lane of a compat hook that is still open."""
-    session.close_all()
+    """Close every attachment and every lane of a compat hook that is still open."""
+    registry.close_all()
     compat.close_all()
 
 
@@ -34,5 +35,5 @@ def shutdown(timeout: float = 30.0) -> None:
         if dist.get_world_size() > 1:
             meet(timedelta(seconds=timeout))
     except RuntimeError:
-        pass  # a peer is gone; it is not needed any more
+        pass  # a peer has ended already; nobody needs it any more
     dist.destroy_process_group()

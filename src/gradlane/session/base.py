@@ -1,0 +1,275 @@
+"""``Session``: what a strategy at work on a model can do, whoever makes its buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..agree.board import Document
+from ..checkpoint.subject import parameters_of, slots_of
+from ..core.claims import claim, held
+from ..core.home import Home
+from ..core.strategy import Strategy, shared_state
+from ..core.stray import stray
+from ..errors import WrongState
+from ..feed.drift import DriftCheck
+from ..feed.loss_scale import Scaler, checked_scaler
+from ..feed.nonfinite import NonFinitePolicy
+from ..feed.optimizer_hooks import OptimizerHooks
+from ..feed.step import State, Step
+from ..lane.base import Lane
+from ..lane.open import Opened
+from ..log import log
+from ..settings import Settings
+from ..strategies.given import as_strategy, warn_of_unmatched
+from ..strategies.ledgers import follow
+from ..strategies.text import describe
+from ..telemetry.ledger import Ledger
+from .opening import objection_to, open_for
+from .registry import register, unregister
+from .state import SessionState
+from .swap import SwapAgreement, move_states
+
+Self = TypeVar("Self", bound="Session")
+T = TypeVar("T")
+
+
+class Session(ABC):
+    """From the moment the ranks have agreed until ``close``; also a context manager that closes.
+
+    It keeps no model alive. If the model is collected and nobody has closed, the session's thread and its
+    connections end a moment later. No rank waits for another then.
+    """
+
+    reopen: ClassVar[str]
+    """How to get another session, for the message of a closed one."""
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        module: nn.Module,
+        group: Any,
+        device: torch.device,
+        strategy: Strategy,
+        settings: Settings,
+        *,
+        doing: str,
+        must_agree: Document,
+    ) -> None:
+        """Collective. ``owner`` is the user's model, a DDP model say, and ``module`` has the parameters."""
+        self.strategy = strategy
+        self.settings = settings
+        self._closed = False
+        self._module = weakref.ref(module)  # the model must be collected before its process group
+        self._ledger = Ledger(settings.observers)
+        self._parameters = parameters_of(module)
+        self._home = Home(self, module)
+        self._searched_stray = False  # for state in places where nobody saves it
+        warn_of_unmatched(strategy, self._parameter_names())
+        opened = open_for(
+            strategy, module, self._parameters, group=group, device=device, settings=settings,
+            ledger=self._ledger, doing=doing, must_agree=must_agree,
+        )  # fmt: skip
+        claim(strategy, self._home)
+        self._unless_closed = weakref.finalize(owner, _model_collected, weakref.ref(self), opened.lane)
+        self._unless_closed.atexit = False  # ``close_all`` does it then
+        self._world = opened.sizes["world"]
+        self._optimizers = OptimizerHooks(module.named_parameters(), _weakly(self._synced, default=True))
+        self._step = Step(
+            opened.lane,
+            self._ledger,
+            rank=opened.rank,
+            sizes=opened.sizes,
+            policy=NonFinitePolicy(settings.nonfinite, opened.lane.check, self._optimizers),
+            scaler=settings.scaler,
+            drift=self._drift_check(opened),
+        )
+        self._step.on_begin = _weakly(self._step_begins, default=None)
+        self._swap_agreement = SwapAgreement(opened.board)
+        self._state = SessionState(self._step, opened.board, self._parameters, self._home)
+        self._start_feed(opened)
+        register(self)
+        log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.sizes["world"])
+
+    @abstractmethod
+    def _start_feed(self, opened: Opened) -> None:
+        """Make what turns gradients into buckets of ``self._step``."""
+
+    def _synced(self) -> bool:
+        """Whether the backward that runs now ends with the mean of all ranks."""
+        return True
+
+    def _replicated(self) -> dict[str, Tensor]:
+        """The weights that are the same on all ranks; buffers may differ on purpose."""
+        module = self._module()
+        return {} if module is None else dict(module.named_parameters())
+
+    def _next_layout(self) -> list[list[str]]:
+        """The buckets of the next step. Collective."""
+        return self._step.layout()
+
+    @property
+    def step(self) -> int:
+        """The number of the next step; steps without synchronisation do not count."""
+        return self._step.next
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped: its gradients are not finite, and torch's optimizers get none.
+        Check it before you use gradients in any other way, as in weights that you copy by hand."""
+        return self._step.state is State.SKIPPED
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """The scaler of the loss; set it if the scaler is made later."""
+        return self._step.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Scaler | None) -> None:
+        self._step.scaler = checked_scaler(scaler)
+
+    def swap(self, strategy: Strategy | str) -> None:
+        """Use another strategy from the next step on.
+
+        Call it on every rank between the same two steps. The ranks compare step and strategy; if they differ
+        all ranks raise, and the old strategy stays. A state of the old strategy moves to the new one if that
+        has the same state (``ErrorFeedback.memory``, say) and it is empty; the log lists what was dropped.
+        """
+        self._must_be_open()
+        self._must_be_between_steps("swap")
+        self._step.finish()
+        strategy = as_strategy(strategy)
+        objection = objection_to(strategy, self._module(), self._world, self._home)
+        self._swap_agreement.agree(self.step, strategy, objection)
+        warn_of_unmatched(strategy, self._parameter_names())
+        follow(self.strategy, strategy)
+        for dropped in move_states(self.strategy, strategy, slots_of(self._parameters)):
+            log.warning("swap: dropped %s", dropped)
+        self.strategy, self._searched_stray = strategy, False
+        claim(strategy, self._home)
+
+    def metrics(self) -> dict[str, float]:
+        """A flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since the beginning, and
+        ``comm/step/bytes_wire``, ... of the last complete step."""
+        return self._ledger.metrics()
+
+    def save(self, path: str | os.PathLike[str], *, timeout: float | timedelta | None = None) -> None:
+        """Write a checkpoint: a folder with one file per rank. Call it on every rank, between the same steps.
+
+        It holds the step and the memory of the strategy; model and optimizer are yours to save. A crash at
+        any point leaves the old checkpoint in that folder, or the new one. If a rank cannot write, all ranks
+        raise ``NotSaved``. See docs/checkpoints.md. It also works after ``close``, as long as the process
+        group has its store.
+
+        The ranks wait for each other, for ``timeout`` seconds if that differs from the timeout in training:
+        a rank may still be saving the model.
+        """
+        self._must_be_between_steps("save")
+        self._state.save(self.strategy, Path(path), timeout, self._next_layout)
+
+    def load(
+        self, path: str | os.PathLike[str], strict: bool = True, *, timeout: float | timedelta | None = None
+    ) -> None:
+        """Continue where ``save`` was called, with any number of ranks. Call it on every rank.
+
+        Each rank checks everything it reads before anything changes; if one rank refuses, all do, and name
+        it. Another strategy or another model is refused, unless ``strict`` is False: then everything that
+        fits by name and shape is loaded, and the log lists the remainder. ``timeout`` is as for ``save``.
+        """
+        self._must_be_open()
+        self._state.load(self.strategy, Path(path), strict, timeout)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and this rank's memory: tensors, numbers and strings only. Each rank has its own."""
+        return self._state.state_dict(self.strategy)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was called, on the same rank of as many ranks; the state of another
+        strategy is refused. ``load`` can do more."""
+        self._must_be_open()
+        self._state.load_state_dict(self.strategy, state)
+
+    def works_with(self, state: object) -> bool:
+        """Whether this very state of a strategy is in use here."""
+        return not self._closed and any(own is state for _, own in held(self.strategy))
+
+    def close(self) -> None:
+        """Complete the buckets on the lane, end the lane and close all connections. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unless_closed.detach()
+        self._step.lane.close()
+        self._optimizers.close()
+        self._ledger.close()
+        unregister(self)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # __init__ may have failed, or the interpreter is exiting
+            if not self._closed:
+                self._ledger.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"step {self.step}"
+        return f"<{type(self).__name__} of {describe(self.strategy, short=True)}, {state}>"
+
+    def _step_begins(self) -> None:
+        """Before each step; after the first one, warn of state that no checkpoint would contain."""
+        self._home.used = True
+        if not self._searched_stray and self.step > 0:
+            self._searched_stray = True
+            for warning in stray(self.strategy):
+                log.warning("%s", warning)
+
+    def _drift_check(self, opened: Opened) -> DriftCheck | None:
+        if self.settings.verify_every is None:
+            return None
+        return DriftCheck(
+            self.settings.verify_every, opened.lane, opened.rank, opened.sizes["world"],
+            weights=self._replicated, state=lambda: shared_state(self.strategy),
+        )  # fmt: skip
+
+    def _parameter_names(self) -> list[str]:
+        return [parameter.name for parameter in self._parameters]
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise WrongState(f"this attachment is closed; {self.reopen}")
+
+    def _must_be_between_steps(self, doing: str) -> None:
+        if self._step.state is State.BEGUN:
+            raise WrongState(f"{doing} in the middle of a step; call it between two steps")
+
+
+def _weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
+    """Calls a method of an object without keeping the object; ``default`` when it is collected."""
+    found = weakref.WeakMethod(method)
+    return lambda: default if (bound := found()) is None else bound()
+
+
+def _model_collected(session: weakref.ref[Session], lane: Lane) -> None:
+    """In a finalizer: on any thread, at any time, so without waiting."""
+    lane.leave()
+    if (found := session()) is not None:
+        found._closed = True
+        with contextlib.suppress(Exception):  # a user's sink
+            found._ledger.close()

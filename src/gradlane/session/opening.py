@@ -1,0 +1,70 @@
+"""Opening a session: all ranks check the strategy and compare what must be the same, then connect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._version import __version__
+from ..agree.board import Document
+from ..agree.compare import objection
+from ..agree.limits import limit_of
+from ..checkpoint.subject import Parameter
+from ..core.claims import refuse_foreign
+from ..core.home import Home
+from ..core.strategy import Strategy, check_world
+from ..core.stray import refuse_stray
+from ..errors import GradlaneError
+from ..lane.open import Opened, open_lane
+from ..settings import Settings
+from ..strategies.text import describe
+from ..telemetry.ledger import Ledger
+from ..telemetry.sink import RunInfo
+
+
+def open_for(
+    strategy: Strategy,
+    module: nn.Module,
+    parameters: list[Parameter],
+    *,
+    group: Any,
+    device: torch.device,
+    settings: Settings,
+    ledger: Ledger,
+    doing: str,
+    must_agree: Document,
+) -> Opened:
+    """Open the lane; if ranks differ, or one of them objects to the strategy, all ranks raise."""
+    run = RunInfo(group.rank(), group.size(), describe(strategy))
+    with ledger.opening(run) as ready:  # all ranks learn of a file that one of them cannot write
+        return open_lane(
+            group,
+            device,
+            ledger,
+            {
+                "version": __version__,
+                "strategy": describe(strategy, shared_only=True),
+                "nonfinite": settings.nonfinite,
+                "verify_every": settings.verify_every,
+                **must_agree,
+                "observer": ready,
+            },
+            parameters=list(map(str, parameters)),
+            limit=limit_of(settings.timeout, group, device),
+            ranks_per_node=settings.ranks_per_node,
+            objection=objection_to(strategy, module, group.size()),
+            doing=doing,
+        )
+
+
+def objection_to(
+    strategy: Strategy, model: nn.Module | None, world: int, home: Home | None = None
+) -> GradlaneError | None:
+    """The error that keeps a strategy from this model on this rank; it may already be at work at ``home``."""
+    return objection(
+        lambda: refuse_stray(strategy),
+        lambda: refuse_foreign(strategy, model, home),
+        lambda: check_world(strategy, world),
+    )
