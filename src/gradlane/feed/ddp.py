@@ -81,7 +81,7 @@ class DdpFeed:
             index=bucket.index(),
             is_last=bucket.is_last(),
             finish=finish,
-            loud=joined,  # DDP waits for the future then, and raises its error
+            raises=joined,  # DDP waits for the future then, and raises its error
         )
         if bucket.is_last() and joined:
             self._end_joined()

@@ -28,13 +28,13 @@ class Lane(Protocol):
 
     The lane keeps an error and does not raise it: it completes the future with the bucket's own gradient, so
     that DDP's book-keeping stays intact, and ``take_failure`` returns the error to the code that may raise
-    it. A ``loud`` future gets the error itself, for callers that wait for it.
+    it. With ``raises``, the future itself gets the error, for callers that wait for it.
     """
 
     check: FiniteCheck
 
     def submit(
-        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
+        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, raises: bool = False
     ) -> Future[Tensor]:
         """Start to reduce a bucket. The future gets ``finish(mean)``."""
 

@@ -52,12 +52,12 @@ class Job(Running):
     """A bucket on a lane, and the future that waits for its mean."""
 
     def __init__(
-        self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker, finish: Finish, loud: bool
+        self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker, finish: Finish, raises: bool
     ) -> None:
         super().__init__(strategy, bucket, take_note)
         device = bucket.flat.device
         self.future: Future[Tensor] = Future(devices=[device] if device.type in ("cuda", "xpu") else [])
-        self.loud = loud
+        self.raises = raises
         self.issued: Issued | None = None
         self.error: BaseException | None = None
         self._finish = finish

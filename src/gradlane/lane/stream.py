@@ -44,9 +44,9 @@ class StreamLane(Driver[Job]):
 
     @torch.no_grad()
     def submit(
-        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
+        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, raises: bool = False
     ) -> Future[Tensor]:
-        job = Job(strategy, bucket, self._listener.on_note, finish, loud)
+        job = Job(strategy, bucket, self._listener.on_note, finish, raises)
         if bucket.index == 0:
             self._unfinished.clear()  # of a backward that was given up
         self._unfinished.append(job)
@@ -68,9 +68,9 @@ class StreamLane(Driver[Job]):
         lost, self._unfinished = self._unfinished, []
         for each in lost:
             each.close()
-            if each is not job or not job.loud:
+            if each is not job or not job.raises:
                 each.deliver(each.bucket.flat)
-        if job.loud:
+        if job.raises:
             raise error
         self._failure = error
 

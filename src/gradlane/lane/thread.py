@@ -34,7 +34,7 @@ from .failure import ConnectionBroke, forget_groups, with_note
 from .finite_check import FiniteCheck
 from .peers import Peers
 from .requests import Job, Requests
-from .watchdog import heartbeat, place_of, watched
+from .watchdog import heartbeat, position_of, watched
 
 CLOSE_TIMEOUT = 1.0  # seconds for a step that is under way when its lane is closed
 
@@ -77,11 +77,11 @@ class ThreadLane(Driver[Job]):
         register_lane(self)
 
     def submit(
-        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
+        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, raises: bool = False
     ) -> Future[Tensor]:
         if self._closed:
             raise WrongState("the lane is closed; attach again before you train on")
-        job = Job(strategy, bucket, self._listener.on_note, finish, loud)
+        job = Job(strategy, bucket, self._listener.on_note, finish, raises)
         with self._lock:
             self._unfinished += 1
             self._idle.clear()
@@ -105,7 +105,7 @@ class ThreadLane(Driver[Job]):
         """Wait until nothing is under way. In Python, so that signal handlers run meanwhile."""
         if self._idle.wait(self._heartbeat):
             return
-        with watched(self._peers.board, lambda: place_of(self.serving, self._requests.progress)):
+        with watched(self._peers.board, lambda: position_of(self.serving, self._requests.progress)):
             while not self._idle.wait(1.0):
                 if not self._thread.is_alive():
                     raise WrongState("the lane's thread is gone; its own error is in the log of this process")
@@ -148,13 +148,13 @@ class ThreadLane(Driver[Job]):
     def board(self) -> Board:
         return self._peers.board
 
-    def lost_elsewhere(
-        self, where: str, error: BaseException, limit: Limit, let_go: Callable[[], None]
+    def ddp_connection_broke(
+        self, where: str, error: BaseException, limit: Limit, close_ddp: Callable[[], None]
     ) -> PeerFailed:
-        """A connection that is not the lane's broke, while nothing is under way here. Close those connections
-        with ``let_go``, and the lane's own: peers may wait there for this rank. Find out who is lost."""
+        """A connection of DDP's own group broke, while nothing is under way on the lane. Close DDP's
+        connections and the lane's: peers may wait there for this rank. Then find out who is lost."""
         self._peers.report(where, error, raised=False)
-        let_go()
+        close_ddp()
         self._peers.close()
         failure = self._peers.diagnose(where, error, limit)
         self._peers.start_over()
@@ -285,7 +285,7 @@ class ThreadLane(Driver[Job]):
                 self._failure = with_note(error, f"[gradlane: in {where}]")
             self._peers.start_over()
         for job in self._failed_jobs:
-            if job.loud and self._failure is not None:
+            if job.raises and self._failure is not None:
                 job.future.set_exception(self._failure)  # type: ignore[arg-type]
             else:
                 job.deliver(job.bucket.flat)

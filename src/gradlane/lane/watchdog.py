@@ -15,12 +15,12 @@ from ..core.strategy import Reduced
 from ..log import log
 
 ROLL_CALL, FORWARD = -1, -2
-"""In place of a bucket: how a step begins in a loop without DDP, and with DDP."""
+"""Instead of a bucket: how a step begins in a loop without DDP, and with DDP."""
 HEARTBEAT = 1.0  # seconds between two notes, at most
 
 
-class Place(NamedTuple):
-    """Where a lane is. All lanes pass the same places, so ``(step, progress)`` can be compared."""
+class Position(NamedTuple):
+    """Where a lane is. All lanes pass the same positions, so ``(step, progress)`` can be compared."""
 
     step: int
     progress: int
@@ -33,10 +33,10 @@ class Place(NamedTuple):
         return f"{others.get(self.bucket, f'bucket {self.bucket}')} of step {self.step}"
 
 
-Where = Callable[[], Place | None]
+Where = Callable[[], Position | None]
 
 
-def place_of(serving: Running | None, progress: int) -> Place | None:
+def position_of(serving: Running | None, progress: int) -> Position | None:
     """``progress`` counts the waits of this step that began and those that ended: it is odd during one."""
     if serving is None:
         return None
@@ -46,13 +46,13 @@ def place_of(serving: Running | None, progress: int) -> Place | None:
         doing = serving.doing()
     else:
         doing = f"at work after {serving.doing()}" if progress else "at work"
-    return Place(serving.bucket.step, progress, serving.bucket.index, doing)
+    return Position(serving.bucket.step, progress, serving.bucket.index, doing)
 
 
 class Seen(NamedTuple):
-    """A rank's last note: its place, and how many notes it has written."""
+    """A rank's last note: its position, and how many notes it has written."""
 
-    place: Place
+    position: Position
     notes: int
 
 
@@ -100,12 +100,12 @@ class _Watch:
         before: dict[int, Seen] | None = None
         logged = False
         while True:
-            place = self._where()
-            if place != here:  # it makes progress: slow, but not stuck
-                here, since, before, logged = place, time.monotonic(), None, False
+            position = self._where()
+            if position != here:  # it makes progress: slow, but not stuck
+                here, since, before, logged = position, time.monotonic(), None, False
             if here is not None:
                 notes += 1
-                self._board.pin("late", {"place": list(here), "notes": notes})
+                self._board.pin("late", {"position": list(here), "notes": notes})
                 waited = time.monotonic() - since
                 if before is None and waited > self._late_after - 4 * self._heartbeat:
                     before = self._seen()
@@ -120,25 +120,25 @@ class _Watch:
         for rank in range(self._board.world):
             note = None if rank == self._board.rank else self._board.read("late", rank)
             if note is not None:
-                found[rank] = Seen(Place(*note["place"]), note["notes"])
+                found[rank] = Seen(Position(*note["position"]), note["notes"])
         return found
 
 
-def _log(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Board, waited: float) -> None:
+def _log(here: Position, before: dict[int, Seen], now: dict[int, Seen], board: Board, waited: float) -> None:
     others = [rank for rank in range(board.world) if rank != board.rank]
     waiting = [rank for rank in others if rank in now and now[rank] != before.get(rank)]  # they write notes
     # The last note of the others is from this wait, or from an earlier one.
     quiet = [rank for rank in others if rank in now and rank not in waiting]
-    silent = [rank for rank in quiet if now[rank].place.step >= here.step]
+    silent = [rank for rank in quiet if now[rank].position.step >= here.step]
     missing = [rank for rank in others if rank not in waiting + silent]
-    elsewhere = [rank for rank in waiting if now[rank].place[:2] != here[:2]]
+    elsewhere = [rank for rank in waiting if now[rank].position[:2] != here[:2]]
     messages = [f"{have(missing)} not entered {here}"] if missing else []
-    messages += [f"rank {rank} was in {_at(now[rank].place)} and is silent since" for rank in silent]
-    messages += [f"rank {rank} is in {_at(now[rank].place)}" for rank in elsewhere]
+    messages += [f"rank {rank} was in {_at(now[rank].position)} and is silent since" for rank in silent]
+    messages += [f"rank {rank} is in {_at(now[rank].position)}" for rank in elsewhere]
     if not messages:
         messages = [f"all ranks are in {_at(here)}: the link is slow or broken"]
     log.warning("%s (waited %.3g s)", "; ".join(messages), waited)
 
 
-def _at(place: Place) -> str:
-    return f"{place}, {place.doing}"
+def _at(position: Position) -> str:
+    return f"{position}, {position.doing}"
