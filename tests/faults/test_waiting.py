@@ -1,5 +1,5 @@
-"""How long a rank waits for another: as long as its process group does, or as its user says. And what it is
-told: an option that it has."""
+"""How long a rank waits for another: as long as its process group does, or as the user says. And the error
+names an option that the user has."""
 
 import signal
 import time
@@ -60,7 +60,7 @@ def stepping(way):
 
 
 def one_stays_away(rank, path, way, world, seconds, pause):
-    """From step 3: what the others are told, when, and what they logged before."""
+    """From step 3: which error the others get, when, and what they logged before."""
     warnings = Warnings()
     connect(rank, path, world, seconds)
     try:
