@@ -1,9 +1,9 @@
-"""n ranks in one process, in lock-step: a deadlock is an error here, not a hang."""
+"""``Simulation``: n ranks in one process. A deadlock is an error here, not a hang."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from ..core.bucket import Bucket, Slot
 from ..core.claims import held
-from ..core.collectives import Note, Request, StepSum
+from ..core.collectives import Note
 from ..core.events import Event
-from ..core.running import Driver, Running, State, step_total
+from ..core.running import Running
 from ..core.scratch import Scratch
-from ..core.strategy import Reduced, Strategy, check_world
+from ..core.strategy import Strategy, check_world
 from ..errors import InvalidValue, RanksDisagree, WrongState, WrongType
 from ..strategies.text import parse
 from .after import check_equal_results, poison
-from .answers import exchange
 from .buckets import flattened, scope_sizes, split
+from .lock_step import LockStep, StepDriver
 
 Gradients = Mapping[str, Tensor]
 
@@ -63,8 +63,8 @@ class Simulation:
         """Reduce one ``{name: gradient}`` per rank. The gradients passed in do not change."""
         slots = self._checked(gradients)
         layouts = _layouts(slots, gradients[0], self.bucket_bytes)
-        step = _Step(self.world, self.sizes)
-        buckets: list[_Ranks] = []
+        step = StepDriver(self.world, self.sizes)
+        buckets: list[LockStep] = []
         try:
             for index, layout in enumerate(layouts):
                 buckets.append(self._bucket(step, gradients, layout, index, len(layouts)))
@@ -94,8 +94,13 @@ class Simulation:
         return [Slot(name, grad.shape) for name, grad in gradients[0].items()]
 
     def _bucket(
-        self, step: _Step, gradients: Sequence[Gradients], layout: tuple[Slot, ...], index: int, count: int
-    ) -> _Ranks:
+        self,
+        step: StepDriver,
+        gradients: Sequence[Gradients],
+        layout: tuple[Slot, ...],
+        index: int,
+        count: int,
+    ) -> LockStep:
         ranks = []
         sparse = gradients[0][layout[0].name].is_sparse
         for rank, (strategy, own) in enumerate(zip(self.strategies, gradients, strict=True)):
@@ -107,91 +112,11 @@ class Simulation:
                 scratch=None if sparse else self._scratch.setdefault((rank, index), Scratch()),
             )  # fmt: skip
             ranks.append(Running(strategy, bucket, self._take_note))
-        return _Ranks(ranks)
+        return LockStep(ranks)
 
     def _take_note(self, bucket: Bucket, note: Note) -> None:
         for name, value in note.figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + float(value)
-
-
-class _Ranks:
-    """One bucket on all ranks, in lock-step."""
-
-    def __init__(self, ranks: list[Running]) -> None:
-        self.ranks = ranks
-        self.state: State | None = None
-
-    def resume(self, answers: Sequence[object]) -> State:
-        for rank, answer in zip(self.ranks, answers, strict=True):
-            rank.resume(answer)
-        self.state = state = self._common_state()
-        return state
-
-    def _common_state(self) -> State:
-        """The state of the first rank, if all ranks are in states of one kind."""
-        for kind in (Request, StepSum, Reduced):
-            if one := [rank for rank in self.ranks if isinstance(rank.state, kind)]:
-                others = [rank for rank in self.ranks if not isinstance(rank.state, kind)]
-                break
-        if others:
-            bucket = one[0].bucket
-            raise RanksDisagree(
-                f"step {bucket.step}, bucket {bucket.index}: rank {bucket.rank} {_doing(one[0])}, "
-                f"rank {others[0].bucket.rank} {_doing(others[0])}; on a network this would hang"
-            )
-        assert one[0].state is not None
-        return one[0].state
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-
-
-class _Step(Driver[_Ranks]):
-    """One step of all ranks."""
-
-    def __init__(self, world: int, sizes: Mapping[str, int]) -> None:
-        self.results: list[dict[str, Tensor]] = [{} for _ in range(world)]
-        self.events: list[Event] = []
-        self.temporary: list[Tensor] = []  # what the next step overwrites on a network
-        self._sizes = sizes
-
-    def perform(self, running: _Ranks, request: Request) -> object:
-        answers: list[object] = [None] * len(running.ranks)
-        for members in _members(request.over, self._sizes):
-            ranks = [running.ranks[member] for member in members]
-            requests = [rank.state for rank in ranks if isinstance(rank.state, Request)]
-            replies = exchange(requests, [rank.bucket for rank in ranks], self.temporary)
-            for member, reply in zip(members, replies, strict=True):
-                answers[member] = reply
-        first = running.ranks[0]
-        self.events.append(Event.of(request, first.bucket, first.phase, self._sizes[request.over]))
-        return answers
-
-    def finished(self, running: _Ranks, reduced: Reduced) -> None:
-        for result, rank in zip(self.results, running.ranks, strict=True):
-            assert isinstance(rank.state, Reduced)
-            result.update(rank.bucket.with_flat(rank.state.mean.clone()).named())
-
-    def total(self, waiting: Sequence[_Ranks]) -> object:
-        return [step_total([bucket.ranks[rank] for bucket in waiting]) for rank in range(len(self.results))]
-
-
-def _doing(rank: Running) -> str:
-    if isinstance(rank.state, Request):
-        return f"asks for {rank.state}"
-    return "has finished" if isinstance(rank.state, Reduced) else "waits for the step's other buckets"
-
-
-def _members(over: str, sizes: Mapping[str, int]) -> Iterator[range]:
-    """The ranks of each group of a scope."""
-    world, node = sizes["world"], sizes["node"]
-    if over == "world":
-        yield range(world)
-    elif over == "node":
-        yield from (range(start, start + node) for start in range(0, world, node))
-    else:
-        yield from (range(start, world, node) for start in range(node))
 
 
 def _one_each(strategy: Strategy | str | Sequence[Strategy], world: int | None) -> list[Strategy]:
