@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .agree.board import Board
-from .agree.limits import Limit, checked_timeout, torchs_own
+from .agree.limits import Limit, checked_timeout, torch_default_timeout
 from .errors import InvalidValue, WrongState
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -48,7 +48,7 @@ def init_elastic(
             "torch.distributed.init_process_group"
         )
     seconds = checked_timeout(timeout)
-    limit = torchs_own(backend) if seconds is None else timedelta(seconds=seconds)
+    limit = torch_default_timeout(backend) if seconds is None else timedelta(seconds=seconds)
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
     board = Board(store, f"gradlane/elastic/{world}", rank, world, Limit(limit.total_seconds()))
     token, _ = board.agree("attempt", {}, doing="init_elastic")

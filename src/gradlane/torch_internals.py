@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -47,9 +47,19 @@ def write_count(tensor: Tensor) -> int:
     return tensor._version
 
 
-def profiler_runs() -> bool:
-    """Whether a torch profiler records. ``torch.autograd.profiler._is_profiler_enabled``, since 2.0."""
-    return bool(profiler._is_profiler_enabled)
+def span(what: str) -> AbstractContextManager[object]:
+    """``gradlane: what`` in a torch.profiler trace; one check of a flag if no profiler runs.
+
+    torch profiles the thread that started it and backward's. Spans of the lane's own thread show with
+    ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
+    ``torch.autograd.profiler._is_profiler_enabled``, since 2.0.
+    """
+    if not profiler._is_profiler_enabled:
+        return _NO_SPAN
+    return profiler.record_function(f"gradlane: {what}")
+
+
+_NO_SPAN = nullcontext()
 
 
 # Tensors and modules

@@ -1,5 +1,5 @@
-"""How long a rank waits for another: as long as its process group does, or as its user says. And what it is
-told: an option that it has."""
+"""How long a rank waits for another: as long as its process group does, or as the user says. And the error
+names an option that the user has."""
 
 import signal
 import time
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane as gl
 from gradlane import compat
-from gradlane.agree.limits import limit_of_group, torchs_own
+from gradlane.agree.limits import limit_of_group, torch_default_timeout
 from gradlane.integrations import lightning_checkpoints
 from gradlane.local import run_ranks
 
@@ -60,7 +60,7 @@ def stepping(way):
 
 
 def one_stays_away(rank, path, way, world, seconds, pause):
-    """From step 3: what the others are told, when, and what they logged before."""
+    """From step 3: which error the others get, when, and what they logged before."""
     warnings = Warnings()
     connect(rank, path, world, seconds)
     try:
@@ -124,7 +124,8 @@ def test_a_group_that_does_not_tell_has_what_torch_gives_one(monkeypatch):
             raise RuntimeError("no backend for this device")
 
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    assert limit_of_group(Silent(), torch.device("cpu")).seconds == torchs_own("gloo").total_seconds() == 1800
+    seconds = torch_default_timeout("gloo").total_seconds()
+    assert limit_of_group(Silent(), torch.device("cpu")).seconds == seconds == 1800
 
 
 def rank_0_saves_long(rank, folder, timeouts):

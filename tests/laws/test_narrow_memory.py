@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gradlane as gl
+from gradlane.core.collectives import Request
 from gradlane.core.running import Running, step_total
 from gradlane.core.scratch import Scratch
 from gradlane.kernels import native
@@ -33,12 +34,11 @@ def bytes_held(kind, dtype, *, undoable):
     for step in range(4):
         bucket = gl.Bucket(torch.randn(NUMEL), LAYOUT, step, 0, 1, scratch=scratch)
         running, answer = Running(strategy, bucket, lambda bucket, note: None), None
-        while running.reduced is None:
-            request = running.resume(answer)
-            if running.meeting is not None:
+        while not isinstance(state := running.resume(answer), gl.Reduced):
+            if isinstance(state, Request):
+                (answer,) = exchange([state], [bucket])
+            else:
                 answer = step_total([running])
-            elif request is not None:
-                (answer,) = exchange([request], [bucket])
         strategy.memory.keep()
     memory = strategy.memory
     held = [*memory._flats.values(), *memory._other.values(), *scratch._kept.values()]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gradlane as gl
+from gradlane.core.collectives import Request, StepSum
 from gradlane.core.running import Running, step_total
 from gradlane.simulate.answers import exchange
 
@@ -92,14 +93,14 @@ def test_who_has_joined_is_not_counted(rule):
         for rank, value in enumerate(values)
     ]
     answers = [None] * 5
-    while any(rank.reduced is None for rank in ranks):
-        requests = [rank.resume(answer) for rank, answer in zip(ranks, answers, strict=True)]
-        if requests[0] is not None:
-            answers = exchange(requests, [rank.bucket for rank in ranks])
-        elif ranks[0].meeting is not None:
+    while not isinstance(ranks[0].state, gl.Reduced):
+        states = [rank.resume(answer) for rank, answer in zip(ranks, answers, strict=True)]
+        if isinstance(states[0], Request):
+            answers = exchange(states, [rank.bucket for rank in ranks])
+        elif isinstance(states[0], StepSum):
             answers = [step_total([rank]) for rank in ranks]
     for rank in ranks:
-        torch.testing.assert_close(rank.reduced.mean, torch.full((8,), 2.0))
+        torch.testing.assert_close(rank.state.mean, torch.full((8,), 2.0))
 
 
 def test_metrics_show_distances_and_weights():

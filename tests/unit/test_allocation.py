@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradlane as gl
+from gradlane.core.collectives import Request, StepSum
 from gradlane.core.running import Running, step_total
 from gradlane.core.scratch import Scratch
 from gradlane.simulate.answers import exchange
@@ -47,13 +48,13 @@ def step(strategies, scratches, number):
         bucket = gl.Bucket(flats[rank], layout, number, rank, len(strategies), scratch=scratch)
         ranks.append(Running(strategy, bucket, lambda bucket, note: None))
     answers = [None] * len(ranks)
-    while ranks[0].reduced is None:
+    while not isinstance(ranks[0].state, gl.Reduced):
         with allocations:
-            requests = [running.resume(answer) for running, answer in zip(ranks, answers, strict=True)]
-        if ranks[0].meeting is not None:
+            states = [running.resume(answer) for running, answer in zip(ranks, answers, strict=True)]
+        if isinstance(states[0], StepSum):
             answers = [step_total([running]) for running in ranks]
-        elif requests[0] is not None:
-            answers = exchange(requests, [running.bucket for running in ranks])
+        elif isinstance(states[0], Request):
+            answers = exchange(states, [running.bucket for running in ranks])
     return allocations.large
 
 

@@ -34,7 +34,7 @@ def test_a_request_that_cannot_be_issued_lets_go_of_its_group():
     forget_groups(caught.value)
     assert lives() is None
     places = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert places[-2:] == ["issue", "_exchange"]  # where it happened is still told
+    assert places[-2:] == ["issue", "_exchange"]  # the traceback still says where it happened
 
 
 def test_nothing_but_the_lane_is_forgotten():

@@ -215,20 +215,20 @@ def test_wire_bytes_by_algorithm(kind, size, expected):
 
 
 def test_a_step_sum_is_over_all_buckets_whatever_comes_before_and_after():
-    heard = []
+    sums = []
 
     @gl.strategy_from
     async def twice(bucket):
         flat = await gl.all_reduce(bucket.flat)
         once = await gl.step_sum(torch.tensor([bucket.index, 1.0]))
         flat = await gl.all_reduce(flat)
-        heard.append((bucket.index, once.tolist(), (await gl.step_sum(once)).tolist()))
+        sums.append((bucket.index, once.tolist(), (await gl.step_sum(once)).tolist()))
         return flat
 
     shapes = dict.fromkeys("abc", (4,))
     ranks = gl.Simulation(twice, world=2, bucket_bytes=16)
     ranks.step([{name: torch.ones(shape) for name, shape in shapes.items()}] * 2)
-    assert heard == [(n, [3.0, 3.0], [9.0, 9.0]) for n in (0, 0, 1, 1, 2, 2)]
+    assert sums == [(n, [3.0, 3.0], [9.0, 9.0]) for n in (0, 0, 1, 1, 2, 2)]
     trace = gl.dry_run(twice, shapes, world=2, bucket_bytes=16)
     assert [(e.bucket, e.phase) for e in trace.events] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     assert list(trace.events) == ranks.events
@@ -270,7 +270,7 @@ def test_a_strategy_that_forgets_its_collective_is_told(world):
 
     values = gradients(*range(world))
     with pytest.raises(
-        gl.RanksDisagree, match=r"ranks 0 and 1 have different answers for 'a'.*did reduce forget"
+        gl.RanksDisagree, match=r"ranks 0 and 1 have different results for 'a'.*did reduce forget"
     ):
         gl.Simulation(forgets, world=world).step(values)
     with pytest.raises(gl.RanksDisagree, match="never by a rank's own values"):

@@ -1,4 +1,4 @@
-"""What the ranks must have alike, and what one of them has against going on: raised by all."""
+"""What must be equal on all ranks, and what a rank objects to: all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: dict[str, type[GradlaneError]] = {
 
 
 def objection(*checks: Callable[[], None]) -> GradlaneError | None:
-    """The error of the first check that raises one of ours."""
+    """The error of the first check that raises an error of gradlane, or None."""
     for check in checks:
         try:
             check()
@@ -26,26 +26,26 @@ def as_note(error: GradlaneError | None) -> Document | None:
     if error is None:
         return None
     kind = next(name for name, known in KINDS.items() if isinstance(error, known))
-    return {"kind": kind, "told": str(error)}
+    return {"kind": kind, "message": str(error)}
 
 
 def refuse_objections(notes: list[Document], mine: GradlaneError | None, doing: str) -> None:
-    """Raise on every rank what the first rank that objects has to say; ``mine`` is this rank's own."""
-    said = [(rank, note["objection"]) for rank, note in enumerate(notes) if note.get("objection")]
-    if not said:
+    """Raise on every rank the objection of the first rank that has one; ``mine`` is this rank's own."""
+    found = [(rank, note["objection"]) for rank, note in enumerate(notes) if note.get("objection")]
+    if not found:
         return
-    rank, first = said[0]
-    everyone = len(said) == len(notes) and all(told == first for _, told in said)
+    rank, first = found[0]
+    everyone = len(found) == len(notes) and all(objection == first for _, objection in found)
     who = "" if everyone else f"rank {rank}: "
-    raise KINDS.get(str(first["kind"]), WrongState)(f"{doing}: {who}{first['told']}") from mine
+    raise KINDS.get(str(first["kind"]), WrongState)(f"{doing}: {who}{first['message']}") from mine
 
 
-def refuse_differences(told: list[Document], fields: tuple[str, ...], doing: str) -> None:
-    """Raise on every rank, naming the first field in which a rank differs from rank 0."""
+def refuse_differences(notes: list[Document], fields: tuple[str, ...], doing: str) -> None:
+    """Raise on every rank, and name the first field in which a rank differs from rank 0."""
     for field in fields:
-        for rank, note in enumerate(told):
-            if note.get(field) != told[0].get(field):
-                theirs, own = first_difference(told[0].get(field), note.get(field))
+        for rank, note in enumerate(notes):
+            if note.get(field) != notes[0].get(field):
+                theirs, own = first_difference(notes[0].get(field), note.get(field))
                 raise RanksDisagree(
                     f"{doing}: the ranks differ in {field}: rank 0 has {theirs}, rank {rank} has {own}; "
                     "make it the same on every rank"

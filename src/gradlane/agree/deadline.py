@@ -1,4 +1,4 @@
-"""Calls into torch that may never return, with an end all the same; and who hosts the store they ask."""
+"""A deadline for calls into torch that may never return; and who hosts the store that they ask."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class NoAnswer(PeerLost):
-    """The call is still under way, and nobody waits for it any more."""
+    """The call is still under way, but nobody waits for it any more."""
 
 
 def within(seconds: float, call: Callable[[], T], what: str) -> T:
-    """What the call returns or raises; ``NoAnswer`` if it does neither in time.
+    """Return what the call returns, or raise what it raises; ``NoAnswer`` if it takes longer.
 
-    torch's client of a TCP store waits for ever where the store's host is stopped, whatever its time-out,
-    and no signal handler runs meanwhile. So the call has a thread of its own, and this one waits in Python.
+    torch's client of a TCP store waits for ever if the store's host is stopped, whatever its timeout, and no
+    signal handler runs meanwhile. So the call runs on a thread of its own, and this thread waits in Python.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -44,18 +44,20 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 
 
 class Host(NamedTuple):
+    """The process that hosts a store."""
+
     who: str
     rank: int | None
-    """Of the group, where a rank of it hosts the store."""
+    """Its rank in the group, or None if it is not in the group."""
 
 
 def host_of(store: dist.Store, world: int) -> Host:
-    """As torch arranges it: torchrun's agent for all ranks, else rank 0 of the job."""
+    """torchrun's agent hosts the store for all ranks; without torchrun, rank 0 of the job does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return Host("what holds the store", None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return Host("torchrun's agent, which holds the store,", None)
-    whole = dist.is_initialized() and dist.get_world_size() == world
-    return Host("rank 0, which holds the store,", 0 if whole else None)
+    all_ranks = dist.is_initialized() and dist.get_world_size() == world
+    return Host("rank 0, which holds the store,", 0 if all_ranks else None)

@@ -1,4 +1,4 @@
-"""What a user may say about waiting, and about nodes: checked before any rank waits for another."""
+"""How long ranks wait for each other, and the user's settings for it, checked before any rank waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..core.numbers import is_number, is_whole
 from ..errors import InvalidValue, WrongType
 from ..torch_internals import timeout_of_group
 
-LONGEST_TIMEOUT = 30 * 86_400.0  # threads, stores and Gloo all count this far
-LONGEST_PATIENCE = 10.0
+LONGEST_TIMEOUT = 30 * 86_400.0  # seconds that threads, stores and Gloo can all count
+LONGEST_LATE_AFTER = 10.0  # seconds
 OF_THE_GROUP = (
     "give its process group a longer timeout, which is the limit here: init_process_group(..., "
     "timeout=timedelta(hours=2)), or that of new_group"
@@ -21,7 +21,7 @@ OF_THE_GROUP = (
 
 
 class Limit(NamedTuple):
-    """How long a rank waits for another, and what its user can do to make that longer."""
+    """How long a rank waits for another, and how the user can make that longer."""
 
     seconds: float
     way_out: str = "raise timeout="
@@ -31,23 +31,23 @@ class Limit(NamedTuple):
 
 
 def limit_of(timeout: float | None, group: Any, device: torch.device) -> Limit:
-    """What the user said; without that, what the process group itself waits for. A rank that is gone is
-    noticed at once, and one that is late is named after ``patience``: only a stall is found so late."""
+    """The user's timeout, or that of the process group. Only a stalled rank is found so late: a rank that is
+    gone is noticed at once, and a late rank is logged after ``late_after`` seconds."""
     return limit_of_group(group, device) if timeout is None else Limit(timeout)
 
 
 def limit_of_group(group: Any, device: torch.device) -> Limit:
-    if group.size() == 1:  # waits for itself, and for its disk
-        return Limit(torchs_own(None).total_seconds())
+    if group.size() == 1:  # it waits for its disk only
+        return Limit(torch_default_timeout(None).total_seconds())
     try:
         seconds = timeout_of_group(group, device).total_seconds()
     except (AttributeError, RuntimeError):  # a wrapper, or a backend that does not tell
-        seconds = torchs_own(dist.get_backend(group)).total_seconds()
+        seconds = torch_default_timeout(dist.get_backend(group)).total_seconds()
     return Limit(min(seconds, LONGEST_TIMEOUT), OF_THE_GROUP)
 
 
-def torchs_own(backend: str | None) -> timedelta:
-    """What torch gives a group if nothing is said: ten minutes with NCCL, else half an hour."""
+def torch_default_timeout(backend: str | None) -> timedelta:
+    """torch's default for a process group: ten minutes with NCCL, else half an hour."""
     from torch.distributed import constants
 
     of_nccl = getattr(constants, "default_pg_nccl_timeout", None)
@@ -57,18 +57,18 @@ def torchs_own(backend: str | None) -> timedelta:
     return default
 
 
-def patience(timeout: float) -> float:
-    """Seconds of waiting after which somebody is late: well before it is an error."""
-    return min(LONGEST_PATIENCE, timeout / 4)
+def late_after(timeout: float) -> float:
+    """Seconds of waiting after which a rank is logged as late: long before the timeout."""
+    return min(LONGEST_LATE_AFTER, timeout / 4)
 
 
-def checked_timeout(given: float | timedelta | None) -> float | None:
-    """In seconds; None stays None, which is the process group's own."""
-    if given is None:
+def checked_timeout(timeout: float | timedelta | None) -> float | None:
+    """In seconds; None stays None and means the timeout of the process group."""
+    if timeout is None:
         return None
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not is_number(seconds):
-        raise WrongType(f"timeout={given!r} is no time; use a number of seconds, a timedelta, or None")
+        raise WrongType(f"timeout={timeout!r} is no time; use a number of seconds, a timedelta, or None")
     if not seconds > 0:
         raise InvalidValue(
             f"timeout={seconds:g} leaves no time; use seconds above 0, or None for the process group's own"
@@ -78,8 +78,8 @@ def checked_timeout(given: float | timedelta | None) -> float | None:
     return float(seconds)
 
 
-def checked_ranks_per_node(given: int | None) -> int | None:
-    """That it divides the ranks is known when these have met."""
-    if given is None or (is_whole(given) and given > 0):
-        return given
-    raise InvalidValue(f"ranks_per_node={given!r} is not possible; use a whole number from 1 up, or None")
+def checked_ranks_per_node(count: int | None) -> int | None:
+    """Whether it divides the number of ranks is checked when the lane opens."""
+    if count is None or (is_whole(count) and count > 0):
+        return count
+    raise InvalidValue(f"ranks_per_node={count!r} is not possible; use a whole number from 1 up, or None")

@@ -1,24 +1,26 @@
-"""One performed request: what it costs on the wire, and where its time went."""
+"""One performed request: what it costs on the wire, and where its time went; and who listens."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Protocol, cast
 
-from .bucket import Bucket
-from .collectives import Kind, Op, Request, Scope
+from .bucket import Bucket, Layout
+from .collectives import Kind, Note, Op, Request, Scope
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one request, in the order in which they pass; only a lane can tell them.
+    """Seconds of one request, in the order in which they pass; only a lane measures them.
 
-    The lane waits for requests one after the other. While it waits for an earlier one, a request is
-    ``queued``, though the backend may be at work on it already; ``collective`` is what was left to
-    wait for then. So the collective seconds of a step never count a moment twice.
+    The lane waits for requests one after the other. While it waits for an earlier request, a request is
+    ``queued``, though the backend may already work on it; ``collective`` is the wait that remains after that.
+    So the collective seconds of a step never count a moment twice.
     """
 
     began: float
-    """When the strategy turned to this request, by ``time.perf_counter``."""
+    """When the strategy began its work on this request, by ``time.perf_counter``."""
     encode: float
     """The strategy's own work up to the request."""
     queued: float
@@ -29,7 +31,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When a step's first bucket was ready, backward had computed all, and the lane was done."""
+    """When a step's first bucket was ready, backward had computed all gradients, and the lane was idle."""
 
     step: int
     ready: float
@@ -44,7 +46,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What telemetry, planner and tests read; equal in a dry run, a simulation and a real run."""
+    """What telemetry, planner and tests read; the same in a dry run, a simulation and a real run."""
 
     step: int
     bucket: int
@@ -64,8 +66,34 @@ class Event:
         sent = wire_bytes(request.kind, payload, size)
         return cls(
             bucket.step, bucket.index, phase, request.kind, request.op, request.over,
-            elements, payload, sent, bucket.names,
+            elements, payload, sent, cast(Layout, bucket.layout).names,
         )  # fmt: skip
+
+
+class Listener(Protocol):
+    """Is called for every performed request, on the lane: so it must be quick."""
+
+    def on_event(self, event: Event) -> None: ...
+    def on_note(self, bucket: Bucket, note: Note) -> None: ...
+
+
+class WeakListener:
+    """Calls a listener for as long as it exists.
+
+    The lane's thread keeps the lane alive. It must not keep the listener alive: observers may refer to the
+    model, and the lane ends when its model is dropped.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+
+    def on_event(self, event: Event) -> None:
+        if (listener := self._listener()) is not None:
+            listener.on_event(event)
+
+    def on_note(self, bucket: Bucket, note: Note) -> None:
+        if (listener := self._listener()) is not None:
+            listener.on_note(bucket, note)
 
 
 def wire_bytes(kind: Kind, payload_bytes: int, size: int) -> int:

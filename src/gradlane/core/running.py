@@ -1,11 +1,13 @@
-"""One strategy on its way through one bucket: what every driver shares."""
+"""One strategy at work on one bucket, and the loop by which every driver serves it."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from inspect import iscoroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -13,103 +15,161 @@ from ..errors import InvalidValue, WrongType
 from .bucket import Bucket
 from .collectives import Note, Request, StepSum
 from .strategy import Reduced, Strategy
-from .trust import is_our_own
 
 T = TypeVar("T")
+State = Request | StepSum | Reduced
 NoteTaker = Callable[[Bucket, Note], None]
-Look = Callable[[Bucket, Reduced], None]
-
-
-def _nobody_looks(bucket: Bucket, reduced: Reduced) -> None: ...
 
 
 class Running:
     """Drives ``strategy.reduce(bucket)`` from request to request; says where it is when asked."""
 
-    def __init__(
-        self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker, look: Look = _nobody_looks
-    ) -> None:
+    def __init__(self, strategy: Strategy, bucket: Bucket, take_note: NoteTaker) -> None:
         self.strategy = strategy
         self.bucket = bucket
-        self.request: Request | None = None
-        self.meeting: StepSum | None = None  # while it waits for the other buckets of its step
-        self.phase = -1
-        self.reduced: Reduced | None = None
-        self.bounded: object = None  # an answer that is a mean of what the ranks know to be bounded
+        self.state: State | None = None
+        """What ``resume`` returned last; None before, and while the strategy runs."""
+        self.request: Request | None = None  # the last one
+        self.phase = -1  # its number
+        self.resumed = 0.0  # when the strategy was last resumed, by ``time.perf_counter``
+        self.bounded_answer: object = None
+        """An answer that is the mean of tensors whose ranks know them to be bounded. A strategy that returns
+        it as its result has a bounded result."""
         self._take_note = take_note
-        self._look = look  # at the answer
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
-    def resume(self, answer: object = None) -> Request | None:
-        """Go on with the answer to the last request, or the sum that was waited for.
+    def resume(self, answer: object = None) -> State:
+        """Run the strategy until it awaits something or returns; ``answer`` is what it awaited before.
 
-        The next request; None when done, or when ``meeting`` is set.
+        - ``Request``: perform it, then resume with its answer.
+        - ``StepSum``: this bucket waits for the other buckets of its step; resume with their ``step_total``.
+        - ``Reduced``: the strategy has finished.
         """
-        self.meeting = None
+        self.resumed, self.state = time.perf_counter(), None
+        self.state = state = self._next(answer)
+        if isinstance(state, Request):
+            self.request = state
+            self.phase += 1
+        return state
+
+    def _next(self, answer: object) -> State:
         if self._coroutine is None:
             self._coroutine = _started(self.strategy, self.bucket)
         while True:
             try:
-                asked = self._coroutine.send(answer)
+                awaited = self._coroutine.send(answer)
             except StopIteration as end:
-                self.reduced = _checked(end.value, self.bucket, self.strategy)
-                bounded = self.reduced.bounded or self.reduced.mean is self.bounded
-                self.reduced = replace(self.reduced, bounded=bounded and is_our_own(self.strategy))
-                self._look(self.bucket, self.reduced)
-                return None
-            if isinstance(asked, Request):
-                self.request = asked
-                self.phase += 1
-                return asked
-            if isinstance(asked, StepSum):
-                self.meeting = asked
-                return None
-            if not isinstance(asked, Note):
+                reduced = _checked(end.value, self.bucket, self.strategy)
+                if reduced.mean is self.bounded_answer and not reduced.bounded:
+                    return replace(reduced, bounded=True)
+                return reduced
+            if isinstance(awaited, Request) or isinstance(awaited, StepSum):  # noqa: SIM101  a union is slow
+                return awaited
+            if not isinstance(awaited, Note):
                 self.close()
                 raise WrongType(
-                    f"{type(self.strategy).__name__}.reduce awaited {_kind(asked)}; a strategy may "
+                    f"{type(self.strategy).__name__}.reduce awaited {_kind(awaited)}; a strategy may "
                     "only await gradlane.all_reduce, all_gather, all_to_all, step_sum and note "
                     "(there is no event loop)"
                 )
-            self._take_note(self.bucket, asked)
+            self._take_note(self.bucket, awaited)
             answer = None
 
     def where(self) -> str:
         """For error messages: strategy, step, bucket, phase."""
         bucket = self.bucket
         names = bucket.names
-        held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "nothing"
-        at = f"step {bucket.step}, bucket {bucket.index} ({held})"
+        content = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "nothing"
+        at = f"step {bucket.step}, bucket {bucket.index} ({content})"
         return f"{type(self.strategy).__name__}, {at}, {self.doing()}"
 
     def doing(self) -> str:
         phase = "before its first request" if self.request is None else f"phase {self.phase}: {self.request}"
-        return phase if self.meeting is None else f"{phase}, waiting for the step's other buckets"
+        return f"{phase}, waiting for the step's other buckets" if isinstance(self.state, StepSum) else phase
 
     def close(self) -> None:
-        """Give up: run the coroutine's ``finally`` blocks and forget it."""
+        """Stop early: run the coroutine's ``finally`` blocks."""
         if self._coroutine is not None:
             self._coroutine.close()
 
 
+class Drivable(Protocol):
+    """A ``Running``, or several of them that go in lock-step."""
+
+    @property
+    def state(self) -> State | None: ...
+    def resume(self, answer: Any) -> State: ...
+
+
+D = TypeVar("D", bound=Drivable)
+
+
+class Driver(ABC, Generic[D]):
+    """The loop that all drivers share: lanes, ``Simulation`` and dry run.
+
+    A driver says how a request is performed, what follows when the strategy has taken the answer, and what
+    becomes of the result.
+    """
+
+    serving: D | None = None
+    """The bucket whose strategy runs or waits for an answer; for messages."""
+
+    @abstractmethod
+    def perform(self, running: D, request: Request) -> object:
+        """Return the answer to the request."""
+
+    def performed(self, running: D) -> None:
+        """The strategy has taken the answer, or has raised."""
+
+    @abstractmethod
+    def finished(self, running: D, reduced: Reduced) -> None:
+        """The strategy has returned its result."""
+
+    def total(self, waiting: Sequence[D]) -> object:
+        """The answer to all ``step_sum`` of these buckets."""
+        return step_total(waiting)  # type: ignore[arg-type]
+
+    def advance(self, running: D) -> None:
+        """Serve a bucket that was resumed, until it has finished or waits for the step's other buckets."""
+        self.serving = running
+        while isinstance(request := running.state, Request):
+            answer = self.perform(running, request)
+            try:
+                running.resume(answer)
+            finally:
+                self.performed(running)
+        if isinstance(request, Reduced):
+            self.finished(running, request)
+
+    def meet(self, buckets: Sequence[D]) -> None:
+        """The step has no more buckets: answer those that wait for a sum over the step, in their order."""
+        while waiting := [running for running in buckets if isinstance(running.state, StepSum)]:
+            total = self.total(waiting)
+            for running in waiting:
+                self.serving = running
+                running.resume(total)
+                self.advance(running)
+
+
 def step_total(waiting: Sequence[Running]) -> Tensor:
-    """What ``step_sum`` answers to buckets that wait, in their order."""
-    meetings = [running.meeting for running in waiting if running.meeting is not None]
-    tensors = [meeting.tensor for meeting in meetings]
-    for running, meeting, tensor in zip(waiting, meetings, tensors, strict=True):
-        if meeting.of is not meetings[0].of:
+    """The answer to ``step_sum`` of all buckets that wait for it, in bucket order."""
+    sums = [running.state for running in waiting if isinstance(running.state, StepSum)]
+    first = sums[0]
+    for running, part in zip(waiting, sums, strict=True):
+        if part.of is not first.of:
             raise InvalidValue(
                 f"{running.where()}: two strategies with a step_sum of their own meet in one step; route all "
                 "parameters that need one to the same strategy, or use rules that decide bucket by bucket"
             )
-        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
+        if part.tensor.shape != first.tensor.shape or part.tensor.dtype != first.tensor.dtype:
             raise WrongType(
-                f"{running.where()}: step_sum of {tensor.dtype} {list(tensor.shape)}, an earlier bucket gave "
-                f"{tensors[0].dtype} {list(tensors[0].shape)}; all buckets of a step give the same"
+                f"{running.where()}: step_sum of {part.tensor.dtype} {list(part.tensor.shape)}, an earlier "
+                f"bucket gave {first.tensor.dtype} {list(first.tensor.shape)}; all buckets of a step give "
+                "the same"
             )
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
+    total = first.tensor.clone()
+    for part in sums[1:]:
+        total += part.tensor
     return total
 
 
@@ -118,21 +178,19 @@ async def intercept(coroutine: Coroutine[Any, Any, T], answer: Callable[[Request
     reply: Any = None
     while True:
         try:
-            asked = coroutine.send(reply)
+            awaited = coroutine.send(reply)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-        if isinstance(asked, Request):
-            reply = await answer(asked)
-        else:  # a note, or something the driver will refuse
-            reply = await _Passed(asked)
+        # Anything but a request goes on to the driver: a note, a step_sum, or what the driver will refuse.
+        reply = await (answer(awaited) if isinstance(awaited, Request) else _Forwarded(awaited))
 
 
-class _Passed:
-    def __init__(self, asked: object) -> None:
-        self.asked = asked
+class _Forwarded:
+    def __init__(self, awaited: object) -> None:
+        self.awaited = awaited
 
     def __await__(self) -> Any:
-        return (yield self.asked)
+        return (yield self.awaited)
 
 
 def _started(strategy: Strategy, bucket: Bucket) -> Coroutine[Any, Any, Any]:

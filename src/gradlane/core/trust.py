@@ -1,4 +1,4 @@
-"""Whose word counts when a strategy says that its answer need not be looked at."""
+"""Which strategies are believed when they say that their result is bounded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PLAIN = (NoneType, bool, int, float, str, tuple, list, dict)
 
 
 def is_our_own(strategy: Strategy) -> bool:
-    """Whether it consists of nothing but parts of this library.
+    """Whether all parts of the strategy belong to this library or to torch.
 
-    ``Reduced.bounded`` is said of what was sent. A strategy, codec or function of somebody else's may change
-    the answer afterwards, in place and in ways that leave no mark on the tensor: then a look is needed.
+    ``Reduced.bounded`` is about what was sent. A strategy, codec or function from elsewhere may change the
+    result afterwards, in place and without a mark on the tensor: then the result itself must be checked.
     """
     return all(_is_known(value) for part in parts(strategy) for value in (part, *_options(part)))
 
@@ -27,4 +27,4 @@ def _is_known(value: object) -> bool:
     if type(value) in PLAIN:
         return True
     written = value if isinstance(value, FunctionType) else type(value)
-    return (written.__module__ or "").partition(".")[0] in PACKAGES  # exec leaves None, or "builtins"
+    return (written.__module__ or "").partition(".")[0] in PACKAGES  # after exec it is None or "builtins"

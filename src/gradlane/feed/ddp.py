@@ -24,8 +24,7 @@ from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from ..lane.base import same
-from ..lane.profiling import span
-from ..torch_internals import call_after_backward, current_backward
+from ..torch_internals import call_after_backward, current_backward, span
 from .layout import layout_of
 from .row_major import RowMajorCopy, row_major_copy
 from .step import State, Step
@@ -83,7 +82,7 @@ class DdpFeed:
             index=bucket.index(),
             is_last=bucket.is_last(),
             finish=finish,
-            loud=joined,  # DDP waits for the future then, and raises its error
+            raises=joined,  # DDP waits for the future then, and raises its error
         )
         if bucket.is_last() and joined:
             self._end_joined()

@@ -21,7 +21,7 @@ from ..agree.limits import Limit
 from ..errors import PeerLost
 from ..lane.perform import sever
 from ..lane.thread import ThreadLane
-from ..lane.watchdog import FORWARD, Place, watch
+from ..lane.watchdog import FORWARD, Position, watch
 from ..torch_internals import (
     COMMUNICATING_FILES,
     COMMUNICATING_FUNCTIONS,
@@ -53,7 +53,7 @@ class DdpWaits:
         self._limit = limit if self._shorter else of_group
         self._trainer = threading.get_ident()
         self._inside = False  # in code of DDP that may communicate, except for join()
-        self._last_place: Place | None = None
+        self._last_position: Position | None = None
         self._since = 0.0
         self._watching = False
 
@@ -67,8 +67,8 @@ class DdpWaits:
         except RuntimeError as error:
             if not any(words in str(error) for words in BROKEN):
                 raise
-            where = f"{Place(self._next_step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
-            raise self._lane.lost_elsewhere(where, error, self._limit, self._sever) from error
+            where = f"{Position(self._next_step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
+            raise self._lane.ddp_connection_broke(where, error, self._limit, self._sever) from error
         finally:
             self._inside = False
 
@@ -85,10 +85,10 @@ class DdpWaits:
 
     def check(self) -> None:
         """While DDP waits, log which rank is late; end the wait after the limit. On the lane's thread."""
-        place, now = self.place(), time.monotonic()
-        if place != self._last_place:
-            self._last_place, self._since = place, now
-        if place is None:
+        position, now = self.position(), time.monotonic()
+        if position != self._last_position:
+            self._last_position, self._since = position, now
+        if position is None:
             return
         if not self._watching:
             self._watching = True
@@ -97,20 +97,20 @@ class DdpWaits:
             self._since = now
             self._sever()
 
-    def place(self) -> Place | None:
+    def position(self) -> Position | None:
         ddp = self._ddp()
         if ddp is None or not (self._inside or in_join(ddp)):
             return None
         doing = _doing(_outwards(sys._current_frames().get(self._trainer)))
-        return None if doing is None else Place(self._next_step(), -1, FORWARD, doing)
+        return None if doing is None else Position(self._next_step(), -1, FORWARD, doing)
 
     def _watch(self) -> None:
         over = threading.Event()
 
-        def where() -> Place | None:
-            if (place := self.place()) is None:
+        def where() -> Position | None:
+            if (position := self.position()) is None:
                 over.set()
-            return place
+            return position
 
         try:
             watch(self._lane.board, where, over)

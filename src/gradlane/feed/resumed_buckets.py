@@ -32,7 +32,7 @@ class _Submitted:
 
     bucket: Bucket
     finish: Finish
-    loud: bool
+    raises: bool
     future: Future[Tensor]
 
     def answer(self, mean: Tensor) -> None:
@@ -64,12 +64,14 @@ class ResumedBuckets:
         self._remaining = MAX_STEPS
 
     def submit(
-        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
+        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, raises: bool = False
     ) -> Future[Tensor]:
         if bucket.index == 0:
             self._submitted.clear()  # of a backward that stopped
         device = bucket.flat.device
-        submitted = _Submitted(bucket, finish, loud, Future(devices=[] if device.type == "cpu" else [device]))
+        submitted = _Submitted(
+            bucket, finish, raises, Future(devices=[] if device.type == "cpu" else [device])
+        )
         self._submitted.append(submitted)
         if bucket.is_last:
             everything, self._submitted = self._submitted, []
@@ -113,7 +115,7 @@ class ResumedBuckets:
                     if not source.future.done():
                         source.future.set_exception(error)  # type: ignore[arg-type]
 
-        future = self._lane.submit(strategy, bucket, finish=finish, loud=sources[0].loud)
+        future = self._lane.submit(strategy, bucket, finish=finish, raises=sources[0].raises)
         future.add_done_callback(pass_on)
 
 

@@ -104,7 +104,7 @@ class Step:
         index: int,
         is_last: bool,
         finish: Finish = same,
-        loud: bool = False,
+        raises: bool = False,
     ) -> Future[Tensor]:
         """Give the lane the next bucket. The future holds its mean, as ``finish`` leaves it.
 
@@ -136,7 +136,7 @@ class Step:
         self._book.gradient(raw, wire_bytes("all_reduce", raw, self.world), is_last)
         if self.scaler is not None:
             strategy = unscaled(strategy, self.scaler)
-        return self._target.submit(strategy, bucket, finish=finish, loud=loud)
+        return self._target.submit(strategy, bucket, finish=finish, raises=raises)
 
     def break_off(self) -> None:
         """No more buckets follow: the lane already knows the error that fails this step."""

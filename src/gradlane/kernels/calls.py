@@ -7,8 +7,9 @@ Every tensor must be contiguous, on the CPU, and of the dtype and size that the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,6 +60,10 @@ class Native(LowRankCalls):
             function = library[f"gradlane_{name}"]
             function.argtypes, function.restype = arguments, result
             self._call[name] = function
+
+    def function(self, name: str) -> Callable[..., int]:
+        """The C function itself, at this level; its first argument is the number of threads."""
+        return partial(self._call[name], self._level)
 
     def _how(self) -> tuple[int, int]:
         return self._level, torch.get_num_threads()
@@ -179,10 +184,6 @@ class Native(LowRankCalls):
         """out = rows rows^T in fp64."""
         ranks, columns = rows.shape
         _or_no_memory(self._call["gram"](*self._how(), rows.data_ptr(), ranks, columns, out.data_ptr()))
-
-    def divide(self, numbers: Tensor, divisor: float, limit: float) -> bool:
-        """In place, fp32; whether all are below the limit then."""
-        return bool(self._call["divide"](*self._how(), numbers.data_ptr(), numbers.numel(), divisor, limit))
 
     def all_finite(self, numbers: Tensor, width: int) -> bool:
         """``width`` is the number of the dtype in ``finite``."""

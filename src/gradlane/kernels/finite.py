@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from ..core.numbers import HUGE
 from ..torch_internals import sparse_values
-from .native import native_for
+from .native import VARIABLE, native, native_for
 
 WIDTHS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/native.c
 
@@ -34,13 +38,20 @@ def all_finite(tensor: Tensor) -> bool:
 def divided(tensor: Tensor, divisor: int, limit: float = HUGE) -> bool:
     """``tensor /= divisor``, and whether all of it is known to be below ``limit`` then: in the same pass
     where the kernels are compiled, else nobody knows."""
-    library = native_for(tensor)
+    divide = _divide(os.environ.get(VARIABLE, "")) if tensor.device.type == "cpu" else None
     if (
-        library is not None
+        divide is not None
         and tensor.dtype == torch.float32
         and tensor.is_contiguous()
         and not tensor.is_sparse
     ):
-        return library.divide(tensor, divisor, limit)
+        return bool(divide(torch.get_num_threads(), tensor.data_ptr(), tensor.numel(), divisor, limit))
     tensor.div_(divisor)
     return False
+
+
+@lru_cache(maxsize=16)
+def _divide(choice: str) -> Callable[..., int] | None:
+    """The C function for a value of the variable; looked up once, since every mean calls it."""
+    library = native()
+    return None if library is None else library.function("divide")

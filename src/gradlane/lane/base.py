@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from threading import Thread
 from typing import Protocol
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket
-from ..core.collectives import Note
-from ..core.events import Event, StepTimes
+from ..core.events import Listener, StepTimes
 from ..core.strategy import Strategy
 from .finite_check import FiniteCheck
 
@@ -25,52 +23,44 @@ def same(mean: Tensor) -> Tensor:
     return mean
 
 
-class Listener(Protocol):
-    """Hears of every performed request; runs on the lane, so it had better be quick."""
-
-    def heard(self, event: Event) -> None: ...
-    def noted(self, bucket: Bucket, note: Note) -> None: ...
-
-
-class Faintly:
-    """Tells a listener for as long as there is one. A lane's thread keeps its lane, and must not keep those
-    who listen: observers may hold the model whose end is to be the end of the lane."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = weakref.ref(listener)
-
-    def heard(self, event: Event) -> None:
-        if (listener := self._listener()) is not None:
-            listener.heard(event)
-
-    def noted(self, bucket: Bucket, note: Note) -> None:
-        if (listener := self._listener()) is not None:
-            listener.noted(bucket, note)
-
-
 class Lane(Protocol):
-    """Runs strategies, one bucket after the other, in the order they were submitted.
+    """Runs strategies, one bucket after the other, in the order in which the buckets were submitted.
 
-    A failure is kept, not thrown: the future is completed with the bucket's own gradient, so that
-    DDP's book-keeping stays whole, and ``take_failure`` hands the error to whoever may raise it.
-    ``loud`` futures carry the error themselves, for callers that wait for them.
+    The lane keeps an error and does not raise it: it completes the future with the bucket's own gradient, so
+    that DDP's book-keeping stays intact, and ``take_failure`` returns the error to the code that may raise
+    it. With ``raises``, the future itself gets the error, for callers that wait for it.
     """
 
     check: FiniteCheck
 
     def submit(
-        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, loud: bool = False
+        self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, raises: bool = False
     ) -> Future[Tensor]:
-        """``finish`` turns the mean into what the future holds."""
+        """Start to reduce a bucket. The future gets ``finish(mean)``."""
 
-    def drain(self) -> None: ...
-    def take_failure(self) -> BaseException | None: ...
-    def forget_failure(self) -> None: ...
+    def drain(self) -> None:
+        """Wait until all buckets are done."""
+
+    def take_failure(self) -> BaseException | None:
+        """The error of the last step, once."""
+
+    def forget_failure(self) -> None:
+        """A failed step may run again."""
+
     def close(self) -> None: ...
     def leave(self) -> None:
         """``close`` for finalizers: on any thread, at any time, without waiting and without raising."""
 
-    def where(self) -> str: ...
+    def where(self) -> str:
+        """What the lane is doing."""
+
+
+class Book(Listener, Protocol):
+    """Counts what a lane and its feed do."""
+
+    def gradient(self, raw_bytes: int, dense_wire_bytes: int, last: bool) -> None: ...
+    def skipped(self) -> None: ...
+    def step_ended(self, times: StepTimes) -> None: ...
 
 
 def completed_future(value: Tensor) -> Future[Tensor]:
@@ -79,49 +69,46 @@ def completed_future(value: Tensor) -> Future[Tensor]:
     return future
 
 
-class Book(Listener, Protocol):
-    def gradient(self, raw_bytes: int, dense_wire_bytes: int, last: bool) -> None: ...
-    def skipped(self) -> None: ...
-    def step_ended(self, times: StepTimes) -> None: ...
+MANY = 8  # open lanes
+END_TIMEOUT = 5.0  # seconds for the thread of a lane that nobody waits for
+
+_open: WeakSet[Lane] = WeakSet()
+_ending: set[Thread] = set()
 
 
-MANY = 8
-PATIENCE = 5.0  # seconds for a lane to end that nobody closed
-
-_living: WeakSet[Lane] = WeakSet()
-_leaving: set[Thread] = set()
+def register_lane(lane: Lane) -> None:
+    _open.add(lane)
 
 
-def born(lane: Lane) -> None:
-    _living.add(lane)
+def unregister_lane(lane: Lane) -> None:
+    _open.discard(lane)
 
 
-def ended(lane: Lane) -> None:
-    _living.discard(lane)
+def open_lanes() -> list[Lane]:
+    """All lanes of this process: if it hangs, their ``where`` says why."""
+    return list(_open)
 
 
-def living_lanes() -> list[Lane]:
-    """For whoever finds the process stuck, to ask them ``where``."""
-    return list(_living)
+def register_ending(thread: Thread) -> None:
+    """The thread of a lane ends by itself; nobody waits for it."""
+    _ending.add(thread)
 
 
-def leaves(thread: Thread) -> None:
-    _leaving.add(thread)
+def unregister_ending(thread: Thread) -> None:
+    _ending.discard(thread)
 
 
-def left(thread: Thread) -> None:
-    _leaving.discard(thread)
+def join_ending_threads() -> None:
+    """Wait until they have closed their connections: before the interpreter or a process group ends."""
+    for thread in list(_ending):
+        thread.join(END_TIMEOUT)
 
 
-def wait_for_the_leaving() -> None:
-    """Before the interpreter goes, or a process group: their connections must not be in the middle of their
-    end then."""
-    for thread in list(_leaving):
-        thread.join(PATIENCE)
+def collect_dropped_lanes() -> None:
+    """Run the garbage collector if many lanes are open.
 
-
-def make_room() -> None:
-    """A model that is in a cycle of references goes with the next full collection, which may be far; until
-    then its lane keeps threads and descriptors that Python's collector knows nothing of."""
-    if len(_living) >= MANY:
+    A dropped model that is in a reference cycle stays until the next full collection. So do the threads and
+    file descriptors of its lane, which the collector does not count.
+    """
+    if len(_open) >= MANY:
         gc.collect()

@@ -7,15 +7,20 @@ import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
+from ..core.running import Driver
+
 
 class ConnectionBroke(Exception):
-    """The backend failed, not the strategy; the cause tells how."""
+    """The backend failed, not the strategy; ``__cause__`` is its error."""
 
 
 def forget_groups(error: BaseException | None) -> None:
-    """A traceback keeps the variables of its frames, and so the very groups that are to be closed: its peers
-    would wait for a rank that has failed. Of a function within another it keeps what that closes over too,
-    and no ``clear`` reaches there: such a frame goes. A comprehension is one before Python 3.12."""
+    """Drop the variables that the traceback keeps alive, and with them the groups that are to be closed.
+
+    Else the peers would wait for a rank that has failed. A traceback keeps the variables of its frames.
+    ``clear`` drops them, but not those that a nested function closes over: such a frame is removed. Before
+    Python 3.12 a comprehension is a nested function.
+    """
     while error is not None:
         kept = [step for step in _steps(error.__traceback__) if not _is_closure_of_ours(step.tb_frame)]
         for step, following in zip(kept, [*kept[1:], None], strict=True):
@@ -23,7 +28,7 @@ def forget_groups(error: BaseException | None) -> None:
         error.__traceback__ = kept[0] if kept else None
         for step in kept:
             if _is_ours(step.tb_frame):
-                with contextlib.suppress(RuntimeError):  # still running: it has none
+                with contextlib.suppress(RuntimeError):  # still running
                     step.tb_frame.clear()
         error = error.__cause__
 
@@ -35,7 +40,9 @@ def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__package__") == __package__
+    """Of a lane, or of the loop that it inherits."""
+    found = frame.f_globals
+    return found.get("__package__") == __package__ or found.get("__name__") == Driver.__module__
 
 
 def _is_closure_of_ours(frame: FrameType) -> bool:
@@ -43,6 +50,7 @@ def _is_closure_of_ours(frame: FrameType) -> bool:
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
+    """``error.add_note``, which Python 3.10 does not have."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):

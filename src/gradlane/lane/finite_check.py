@@ -1,60 +1,74 @@
-"""Whether the answers of a step are numbers: what this rank saw, and what all ranks agreed on."""
+"""Whether the results of a step are finite: what this rank saw, and what all ranks agreed on."""
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket
-from ..core.strategy import Reduced
+from ..core.strategy import Reduced, Strategy
+from ..core.trust import is_our_own
 from ..kernels.finite import all_finite
 
 FINE, CARRIED, BAD = 0, 1, 2
-"""What a rank says of a step, and the largest of what all say. ``CARRIED``: not finite because the gradient
-was added to that of a skipped step, as micro-batches without ``no_sync`` are."""
+"""How a rank rates a step; the ranks agree on the largest rating. ``CARRIED``: non-finite because the
+gradient was added to the gradient of a skipped step, as happens with micro-batches without ``no_sync``."""
 
 
 class FiniteCheck:
-    """Looks at the answer of every bucket while it is ``on``; a lane has one.
+    """Checks the result of every bucket while it is ``on``; each lane has one.
 
-    What was seen rides with the message that ends a step. Answers are the same on every rank, so that it is
-    enough if the ranks look that are not ``bounded``; if a strategy of one's own has a fault, all still agree.
+    This rank's rating travels with the message that ends the step. Results are the same on every rank, so a
+    rank that knows its result to be ``bounded`` need not read it. If a foreign strategy returns different
+    results, the ranks still agree.
     """
 
     def __init__(self) -> None:
         self.on = False
         self.agreed = FINE
-        """What all ranks together saw of the last step; set when the step ended."""
+        """The rating of the last step by all ranks together; set when the step ended."""
         self._carried = False
-        self._answers: list[Bucket] = []
-        self._fine: list[Tensor | bool] = []
+        self._results: list[Bucket] = []
+        self._finite: list[Tensor | bool] = []
+        self._asked: tuple[weakref.ref[Strategy], int] | None = None  # the last strategy, and its step
+        self._is_our_own = False
 
     def begin(self, *, carried: bool = False) -> None:
-        self._answers.clear()
-        self._fine.clear()
+        self._results.clear()
+        self._finite.clear()
         self.agreed = FINE
         self._carried = carried
 
-    def look(self, bucket: Bucket, reduced: Reduced) -> None:
+    def add(self, strategy: Strategy, bucket: Bucket, reduced: Reduced) -> None:
+        """The result of a bucket."""
         mean = reduced.mean
         if not self.on or mean.is_meta:
             return
-        self._answers.append(bucket.with_flat(mean))
-        if reduced.bounded and mean.dtype != torch.float16:
+        self._results.append(bucket if mean is bucket.flat else bucket.with_flat(mean))
+        if reduced.bounded and mean.dtype != torch.float16 and self._believes(strategy, bucket.step):
             return
-        # Another device says so later, when the step has ended: nothing here may wait for it.
-        self._fine.append(all_finite(mean) if mean.device.type == "cpu" else torch.isfinite(mean).all())
+        # Another device answers later, at the end of the step: nothing here may wait for it.
+        self._finite.append(all_finite(mean) if mean.device.type == "cpu" else torch.isfinite(mean).all())
+
+    def _believes(self, strategy: Strategy, step: int) -> bool:
+        """Once for each strategy and step, since it takes up to 75 us; options may change between steps."""
+        if self._asked is None or self._asked[0]() is not strategy or self._asked[1] != step:
+            self._asked = weakref.ref(strategy), step
+            self._is_our_own = is_our_own(strategy)
+        return self._is_our_own
 
     @property
     def seen(self) -> int:
-        """What this rank saw."""
-        if all(map(bool, self._fine)):
+        """This rank's rating."""
+        if all(map(bool, self._finite)):
             return FINE
         return CARRIED if self._carried else BAD
 
     def names(self) -> list[str]:
-        """The parameters with such an answer; all ranks have the same, whoever looked first."""
-        return [name for answer in self._answers for name in names_not_finite(answer)]
+        """The parameters with a non-finite result; the same on all ranks, whichever rank saw them first."""
+        return [name for result in self._results for name in names_not_finite(result)]
 
 
 def names_not_finite(bucket: Bucket) -> list[str]:

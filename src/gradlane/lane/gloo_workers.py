@@ -1,12 +1,12 @@
 """Gloo's worker threads, and when it is safe to end them.
 
-A worker needs the GIL to release the tensors of what it has just finished, and the destructor of a
-group joins its workers while it holds the GIL. A group that is dropped in that moment hangs the process
-for ever. The moment is short, but on a busy machine a worker may be off the CPU in the middle of it.
+A worker needs the GIL to release the tensors of a collective that it has just finished. The destructor of a
+group joins its workers while it holds the GIL. If a group is dropped in that moment, the process hangs for
+ever. The moment is short, but on a busy machine a worker may be off the CPU in the middle of it.
 
-An interpreter that ends in that moment lets the worker not have the GIL any more, but ends its thread, in the
-middle of a destructor: the process aborts ("terminate called without an active exception"). That can be the
-worker of any group, of the framework's too, which are none of ours to destroy; so the end waits for them all.
+If the interpreter ends in that moment, it ends the thread of the worker in the middle of a destructor, and
+the process aborts ("terminate called without an active exception"). This can be a worker of any group, also
+of a group of the framework, which is not ours to destroy. So the end of the process waits for all workers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 TASKS = Path("/proc/self/task")
 WORKER = "pt_gloo_runloop"
 PAUSE = 0.002  # seconds without the GIL; enough to take a worker out of its wait for it
-PATIENCE = 2.0
-LAST_PATIENCE = 10.0  # at the end of the process, when nothing else is to be done
+IDLE_TIMEOUT = 2.0  # seconds
+EXIT_TIMEOUT = 10.0  # seconds, at the end of the process
 OURS = "gradlane"  # how the names of our own threads begin
 
 
-def wait_for_idle_workers(patience: float = PATIENCE) -> None:
+def wait_for_idle_workers(timeout: float = IDLE_TIMEOUT) -> None:
     """Return when all workers were seen asleep twice in a row, with the GIL free in between."""
-    if not TASKS.is_dir():  # not Linux: nothing to look at
+    if not TASKS.is_dir():  # not Linux: their state is unknown
         time.sleep(25 * PAUSE)
         return
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
         time.sleep(PAUSE)
@@ -49,17 +49,17 @@ def all_workers_sleep() -> bool:
     return True
 
 
-def _leave_in_peace() -> None:
-    """The last thing that runs before the interpreter ends: no thread comes back from torch after this.
+def _wait_at_exit() -> None:
+    """Runs last before the interpreter ends: no thread returns from torch after this.
 
-    Of our own threads those may be left that ask a store: whoever started them did not have to wait.
+    Threads of ours that wait for a store may still run: the code that started them has stopped waiting.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + IDLE_TIMEOUT
     for thread in threading.enumerate():
         if thread.name.startswith(OURS):
             thread.join(max(0.0, deadline - time.monotonic()))
-    wait_for_idle_workers(LAST_PATIENCE)
+    wait_for_idle_workers(EXIT_TIMEOUT)
 
 
-# Registered before all that closes lanes, and therefore run after it.
-atexit.register(_leave_in_peace)
+# Registered before everything that closes lanes, so it runs after that.
+atexit.register(_wait_at_exit)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class OneRank:
-    """What a lane asks of a group, answered for a rank that is all ranks."""
+    """The methods of a group that a lane calls, for a single rank."""
 
     def rank(self) -> int:
         return 0
@@ -18,7 +18,7 @@ class OneRank:
         return 1
 
     def allreduce(self, tensors: Sequence[Tensor], how: Any) -> OneRank:
-        """The sum, the least and the largest of one are itself."""
+        """Sum, minimum and maximum of one tensor are the tensor itself."""
         return self
 
     def allgather(self, received: Sequence[Sequence[Tensor]], sent: Sequence[Tensor]) -> OneRank:
@@ -30,4 +30,4 @@ class OneRank:
         return self
 
     def wait(self) -> None:
-        """It is its own work, too, and done at once."""
+        """The group is also its own work, which is done at once."""

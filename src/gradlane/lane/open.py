@@ -15,9 +15,10 @@ from ..agree.board import Board, Document
 from ..agree.compare import as_note, refuse_differences, refuse_objections
 from ..agree.limits import Limit
 from ..core.collectives import SCOPES
+from ..core.events import Listener
 from ..errors import GradlaneError, InvalidValue, WrongState
 from ..torch_internals import store_of_group
-from .base import Lane, Listener, make_room
+from .base import Lane, collect_dropped_lanes
 from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane
@@ -49,14 +50,14 @@ def open_lane(
     objection: GradlaneError | None = None,
     doing: str,
 ) -> Opened:
-    """Compare ``must_agree`` and ``parameters`` over all ranks of the group; refuse on all ranks if they
-    differ, or if one of them has an ``objection``, else connect."""
+    """Compare ``must_agree`` and ``parameters`` over all ranks of the group, then connect. If they differ, or
+    if a rank has an ``objection``, all ranks raise."""
     backend = backend_of(group, device)
-    if backend == "fake":  # torch's stand-in for tests of control flow: has no peers to ask
+    if backend == "fake":  # torch's stand-in for tests of control flow: it has no peers
         if objection is not None:
             raise objection
         return _on_stream(group, device, listener, Board(dist.HashStore(), "alone", 0, 1, limit))
-    make_room()
+    collect_dropped_lanes()
     serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
     must_agree = {
@@ -65,16 +66,16 @@ def open_lane(
         "ranks_per_node": ranks_per_node,
     }
     own = {"objection": as_note(objection), "host": socket.gethostname()}
-    token, told = board.agree("open", {**must_agree, **own}, doing=doing)
-    _opened[group] = serial  # only now: a rank that never came must find the others when all try again
-    refuse_objections(told, objection, doing)
+    token, notes = board.agree("open", {**must_agree, **own}, doing=doing)
+    _opened[group] = serial  # only now: if a rank never came, all ranks try again with the same serial
+    refuse_objections(notes, objection, doing)
     board = board.corner(token)
-    if len({note["parameters"] for note in told}) > 1:  # only now is the long list worth sending
-        _, told = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)
-    refuse_differences(told, tuple(must_agree), doing)
+    if len({note["parameters"] for note in notes}) > 1:  # then the long list is worth sending
+        _, notes = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)
+    refuse_differences(notes, tuple(must_agree), doing)
     if backend in STREAM_BACKENDS:
         return _on_stream(group, device, listener, board)
-    peers = Peers(board, [note["host"] for note in told], ranks_per_node=ranks_per_node)
+    peers = Peers(board, [note["host"] for note in notes], ranks_per_node=ranks_per_node)
     peers.group("world", "first", 0)
     board.gone = peers.gone
     lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
@@ -82,7 +83,7 @@ def open_lane(
 
 
 def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board) -> Opened:
-    scopes = SCOPES if group.size() == 1 else ("world",)  # of one rank all are the same
+    scopes = SCOPES if group.size() == 1 else ("world",)  # with one rank all scopes are the same
     sizes = dict.fromkeys(scopes, group.size())
     return Opened(StreamLane(group, device, listener), board, group.rank(), sizes)
 
@@ -94,7 +95,7 @@ def _digest(lines: list[str]) -> str:
 def backend_of(group: Any, device: torch.device) -> str:
     """The backend that serves this device; says what to use instead where none fits."""
     if isinstance(group, OneRank):
-        return "fake"  # has no peers to ask either
+        return "fake"  # it has no peers either
     config = str(dist.get_backend_config(group))
     served = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
     backend = served.get(device.type, config)

@@ -1,11 +1,11 @@
-"""This rank's connections to the others: groups of the lane's own, formed and given up together."""
+"""This rank's connections to its peers: the lane's own groups, formed and closed together."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -20,19 +20,18 @@ from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .gloo_workers import wait_for_idle_workers
 from .perform import is_closed, sever
 
-Turn = Literal["first", "later"]
-TURNS: tuple[Turn, ...] = ("first", "later")
-GRACE = 1.4  # seconds to wait for the others' reports once a connection broke: they report before they close
-SOON = 0.4  # seconds a store may take to take a note
-ALIVE = 1.0  # seconds after which a store that does not answer is taken for lost
+Queue = Literal["first", "later"]
+QUEUES: tuple[Queue, ...] = ("first", "later")
+GRACE = 1.4  # seconds to wait for the peers' reports once a connection broke: they report before they close
+WRITE_TIMEOUT = 0.4  # seconds for the store to take a note
+READ_TIMEOUT = 1.0  # seconds after which a store that does not answer counts as lost
 
 
 class Peers:
     """The ranks of one DDP model as its lane sees them.
 
-    The lane has groups of its own, so that its collectives never meet DDP's in one queue, and so that
-    a rank which fails can let go of them: its peers notice at once, all report through the store, and
-    the next step forms new ones.
+    The lane has groups of its own. So its collectives never meet DDP's in one queue, and a rank that fails
+    can close them: its peers notice at once, all report through the store, and the next step forms new ones.
     """
 
     def __init__(self, board: Board, hosts: list[str], *, ranks_per_node: int | None = None) -> None:
@@ -41,10 +40,11 @@ class Peers:
         self.world = board.world
         self.timeout = board.timeout
         self._nodes = _nodes(hosts, ranks_per_node)
-        self._groups: dict[tuple[Scope, Turn], Any] = {}
+        self.groups: dict[tuple[Scope, Queue], Any] = {}
+        """Those that are formed; ``group`` forms one."""
         self._dropped = False
-        self._life = 0  # how often the groups were given up
-        self._token = "first"  # where this life's groups find their addresses
+        self._generation = 0  # how often the groups were closed after a failure
+        self._token = "first"  # the part of the store in which the groups of this generation find their peers
 
     def sizes(self) -> dict[str, int]:
         """Ranks in each scope this rank is in; "cross" only where all nodes are equally large."""
@@ -54,38 +54,38 @@ class Peers:
             sizes["cross"] = len(self._nodes)
         return sizes
 
-    def group(self, over: Scope, turn: Turn, step: int) -> Any:
-        """The group of a scope; formed when it is first asked for, at the same request on all ranks.
+    def group(self, over: Scope, queue: Queue, step: int) -> Any:
+        """The group of a scope. It is formed by the first request that needs it, the same on all ranks.
 
         First requests of a bucket and later ones have a group each: the first are issued by the hook,
         in DDP's order, the later ones by the lane's thread, in the same order. So the order within
         each group is fixed, and bucket 1 may start while bucket 0 is in its second phase.
         """
-        if not self._groups:
-            self._meet(step)
-        if (over, turn) not in self._groups:
-            self._groups[over, turn] = self._formed(over, turn)
-        return self._groups[over, turn]
+        if not self.groups:
+            self._form_world(step)
+        if (over, queue) not in self.groups:
+            self.groups[over, queue] = self._formed(over, queue)
+        return self.groups[over, queue]
 
-    def _meet(self, step: int) -> None:
-        """After a failure: be sure that all ranks come from the same step, then form new groups."""
-        if self._life:
-            topic = f"life{self._life}"
-            self._token, told = self.board.agree(
+    def _form_world(self, step: int) -> None:
+        """Form the groups of all ranks; after a failure, check first that all ranks are in the same step."""
+        if self._generation:
+            topic = f"generation{self._generation}"
+            self._token, notes = self.board.agree(
                 topic, {"step": step}, doing="after a failure, forming new connections"
             )
-            steps = {rank: note["step"] for rank, note in enumerate(told)}
+            steps = {rank: note["step"] for rank, note in enumerate(notes)}
             if len(set(steps.values())) > 1:
                 raise RanksDisagree(
                     f"the ranks failed in different steps ({steps}), so their weights differ; "
                     "restart from a checkpoint"
                 )
-        for turn in TURNS:
-            self._groups["world", turn] = self._formed("world", turn)
+        for queue in QUEUES:
+            self.groups["world", queue] = self._formed("world", queue)
 
-    def _formed(self, over: Scope, turn: Turn) -> Any:
+    def _formed(self, over: Scope, queue: Queue) -> Any:
         members = self._members(over)
-        store = self.board.store(f"{self._token}/{over}/{turn}/{members[0]}")
+        store = self.board.store(f"{self._token}/{over}/{queue}/{members[0]}")
         try:
             return _connected(store, members.index(self.rank), len(members), self.timeout)
         except (RuntimeError, NoAnswer) as error:
@@ -107,36 +107,44 @@ class Peers:
         return [node[mine.index(self.rank)] for node in self._nodes]
 
     def report(self, where: str, error: BaseException, *, raised: bool) -> None:
-        """Tell the others why this rank gives up; they look there when their connection breaks."""
-        told = {"where": where, "raised": raised, "type": type(error).__name__, "message": str(error)[:2000]}
-        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
-            within(SOON, lambda: self.board.pin(f"life{self._life}/failed", told), "the store")
+        """Write into the store why this rank gives up; peers read it when their connection breaks."""
+        report = {
+            "where": where,
+            "raised": raised,
+            "type": type(error).__name__,
+            "message": str(error)[:2000],
+        }
+        with contextlib.suppress(Exception):  # the store may be gone, with the rank that hosted it
+            within(WRITE_TIMEOUT, lambda: self.board.pin(self._topic("failed"), report), "the store")
+
+    def _topic(self, name: str) -> str:
+        return f"generation{self._generation}/{name}"
 
     def diagnose(self, where: str, error: BaseException, limit: Limit | None = None) -> PeerFailed:
-        """Why a connection broke: a peer that raised, a peer that is silent, or just the network. It was
-        waited for until the ``limit``, if that is not the lane's own."""
+        """Why a connection broke: a peer raised, a peer is silent, or only the network failed. ``limit`` is
+        how long this rank waited, if not as long as the lane does."""
         limit = limit or self.board.limit
-        told: dict[int, Document] = {}
+        reports: dict[int, Document] = {}
         try:
-            within(ALIVE, lambda: self.board.read("alive", self.rank), "the store")
-            within(2 * GRACE + ALIVE, lambda: self._hear(told), "the store")
+            within(READ_TIMEOUT, lambda: self.board.read("alive", self.rank), "the store")
+            within(2 * GRACE + READ_TIMEOUT, lambda: self._read_reports(reports), "the store")
         except Exception as lost:  # noqa: BLE001  any error of any store means the same here
             host = self.board.host
-            if host.rank not in told:  # else it has lost the same rank as this one, and ended meanwhile
+            if host.rank not in reports:  # else it has lost the same rank as this one, and ended meanwhile
                 return PeerLost(
                     f"{where}: lost contact ({_brief(error)}), and the store too ({_brief(lost)}); "
                     f"{host.who} is gone or did not answer within {limit.seconds:g} s",
                     host.rank,
                 )
-        self._let_all_hear(told)
-        for rank, report in told.items():
+        self._wait_for_readers(reports)
+        for rank, report in reports.items():
             if report["raised"]:
                 return PeerFailed(
                     f"{where}: rank {rank} raised {report['type']}: {report['message']} "
                     f"[in {report['where']}]",
                     rank,
                 )
-        silent = [rank for rank in range(self.world) if rank != self.rank and rank not in told]
+        silent = [rank for rank in range(self.world) if rank != self.rank and rank not in reports]
         if silent:
             who = ", ".join(map(str, silent))
             return PeerLost(
@@ -149,70 +157,73 @@ class Peers:
             f"reach each other (GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')})"
         )
 
-    def _hear(self, told: dict[int, Document]) -> None:
-        """The others' reports, until all have reported, one of them an error, or none came for a while; twice
-        as long while several are silent, of which more are likely slow than lost."""
-        news = time.monotonic()
-        while (silent := self.world - 1 - len(told)) and time.monotonic() < news + GRACE * min(silent, 2):
+    def _read_reports(self, reports: dict[int, Document]) -> None:
+        """Read the peers' reports until all have reported, one reports an error, or none came for a while.
+
+        That while is twice as long if several peers are silent: then they are more likely slow than lost.
+        """
+        last = time.monotonic()
+        while (silent := self.world - 1 - len(reports)) and time.monotonic() < last + GRACE * min(silent, 2):
             for rank in range(self.world):
-                if rank == self.rank or rank in told:
+                if rank == self.rank or rank in reports:
                     continue
-                if (report := self.board.read(f"life{self._life}/failed", rank)) is not None:
-                    told[rank], news = report, time.monotonic()
-            if any(report["raised"] for report in told.values()):
+                if (report := self.board.read(self._topic("failed"), rank)) is not None:
+                    reports[rank], last = report, time.monotonic()
+            if any(report["raised"] for report in reports.values()):
                 return
             time.sleep(0.02)
 
-    def _let_all_hear(self, told: dict[int, Document]) -> None:
-        """A rank that ends takes the store with it, if it holds it: so it stays for those who still read."""
-        topic = f"life{self._life}/heard"
+    def _wait_for_readers(self, ranks: Iterable[int]) -> None:
+        """The rank that hosts the store ends the store when it ends: so it waits until these ranks have read
+        the reports."""
+        topic = self._topic("read")
 
         def until_all_have() -> None:
-            deadline = time.monotonic() + ALIVE
-            while time.monotonic() < deadline and not all(self.board.read(topic, rank) for rank in told):
+            deadline = time.monotonic() + READ_TIMEOUT
+            while time.monotonic() < deadline and not all(self.board.read(topic, rank) for rank in ranks):
                 time.sleep(0.02)
 
         with contextlib.suppress(Exception):  # the store is gone
-            within(SOON, lambda: self.board.pin(topic, {"heard": True}), "the store")
+            within(WRITE_TIMEOUT, lambda: self.board.pin(topic, {"read": True}), "the store")
             if self.board.host.rank == self.rank:
-                within(ALIVE + SOON, until_all_have, "the store")
+                within(READ_TIMEOUT + WRITE_TIMEOUT, until_all_have, "the store")
 
-    def sever(self, turn: Turn) -> None:
-        """End what is under way on the connections of a turn, to be dropped when it has."""
-        for (_, whose), group in self._groups.items():
-            if whose == turn:
+    def sever(self, queue: Queue) -> None:
+        """End what is under way on the connections of a queue; ``drop`` them when it has ended."""
+        for (_, whose), group in self.groups.items():
+            if whose == queue:
                 sever(group)
 
     def gone(self, ranks: list[int]) -> list[int]:
-        """Those of them whose connections to this rank are closed, where there are any. Ask while nothing is
-        under way."""
-        group = self._groups.get(("world", "later"))
+        """Those of the ranks whose connection to this rank is closed. Call it while nothing is under way."""
+        group = self.groups.get(("world", "later"))
         return [] if group is None else [rank for rank in ranks if is_closed(group, rank)]
 
     def abandon(self, until_ended: Callable[[], None]) -> None:
-        """End what another thread has under way. That drops the groups, and these here are the last to go."""
-        groups = list(self._groups.values())
+        """End what another thread has under way. That thread drops its groups; the references here are the
+        last ones."""
+        groups = list(self.groups.values())
         for group in groups:
             sever(group)
         until_ended()
         wait_for_idle_workers()
 
-    def drop(self, turn: Turn) -> None:
-        """Close the connections of a turn, where nothing is under way: peers that wait for this rank on
-        them fail now."""
-        dropped = [self._groups.pop(key) for key in list(self._groups) if key[1] == turn]
+    def drop(self, queue: Queue) -> None:
+        """Close the connections of a queue, on which nothing is under way: peers that wait there for this
+        rank fail now."""
+        dropped = [self.groups.pop(key) for key in list(self.groups) if key[1] == queue]
         if dropped:
             self._dropped = True
             wait_for_idle_workers()
 
-    def next_life(self) -> None:
-        """The next request forms new groups, after the ranks have met again."""
-        self._life += self._dropped  # without groups all ranks will try again in the same life
+    def start_over(self) -> None:
+        """The next request forms new groups, after the ranks have agreed on their step."""
+        self._generation += self._dropped  # without groups all ranks try again in the same generation
         self._dropped = False
 
     def close(self) -> None:
-        for turn in TURNS:
-            self.drop(turn)
+        for queue in QUEUES:
+            self.drop(queue)
 
 
 def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
@@ -230,10 +241,12 @@ def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
 
 
 def _connected(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
-    """Its time-out does not cover a store that falls silent."""
+    """A new Gloo group. Its own timeout does not cover a store that stops answering."""
     limit = timedelta(seconds=timeout)
     return within(
-        timeout + SOON, lambda: dist.ProcessGroupGloo(store, rank, size, limit), "the store or a peer"
+        timeout + WRITE_TIMEOUT,
+        lambda: dist.ProcessGroupGloo(store, rank, size, limit),
+        "the store or a peer",
     )
 
 

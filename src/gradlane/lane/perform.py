@@ -20,10 +20,10 @@ from ..kernels.finite import divided
 from ..torch_internals import default_group
 
 CHUNK = 1 << 20  # bytes; one large message would fill a slow link unevenly
-HASTE = timedelta(seconds=0.1)  # for transfers of a step that is lost
-AT_ONCE = timedelta(milliseconds=10)
-NO_TAG_OF_OURS = 1  # messages have 0
-NOBODY_READS = 1_000_003
+ABANDON_TIMEOUT = timedelta(seconds=0.1)  # for transfers of a failed step
+SEVER_TIMEOUT = timedelta(milliseconds=10)
+SEVER_TAG = 1  # messages have tag 0
+PROBE_TAG = 1_000_003  # no rank receives with this tag
 REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -31,44 +31,43 @@ REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 
-
-Room = Callable[[int, int], Tensor]
+BufferFor = Callable[[int, int], Tensor]
 
 
 class Pending:
     """A request under way: the backend's works, and how to read the answer once they are done.
 
-    Of a ``direct`` one, Gloo counts the time-out from the moment it is waited for, and to give up waiting
-    ends the transfer; an all-reduce has its own clock, and goes on until that has run out, or ``sever``.
+    A ``direct`` request consists of sends and receives. Their timeout counts from the moment of the wait, and
+    a wait that times out ends the transfer. An all-reduce goes on until its own timeout, or until ``sever``.
     """
 
     def __init__(
         self, works: list[Any], read: Callable[[], object], *, direct: bool = False, bounded: bool = False
     ) -> None:
-        self.bounded = bounded  # what this rank gave to a mean is finite, and small: ``Reduced.bounded``
+        self.bounded = bounded  # what this rank gave to a mean is bounded, as in ``Reduced.bounded``
         self._works = deque(works)
         self._read = read
-        self._limit = (HASTE,) if direct else ()
+        self._limit = (ABANDON_TIMEOUT,) if direct else ()
 
     def wait(self) -> object:
         while self._works:
-            self._works.popleft().wait()  # off the list first: one that failed must not be waited for again
+            self._works.popleft().wait()  # removed first: a failed work must not be waited for again
         return self._read()
 
     def abandon(self) -> None:
-        """Wait for the end of all works, good or bad: nothing may write to our tensors any more."""
+        """Wait until all works have ended, in success or failure: then nothing writes to our tensors."""
         while self._works:
             with contextlib.suppress(RuntimeError):
                 self._works.popleft().wait(*self._limit)
 
 
-def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
+def issue(group: Any, request: Request, divisor: int, buffer_for: BufferFor) -> Pending:
     """Start a request on a group whose collectives complete on the host (Gloo).
 
-    ``room(peer, numel)`` is where what comes from a peer goes, as bytes.
+    ``buffer_for(peer, numel)`` returns the buffer, in bytes, that receives the message of a peer.
 
-    All-gathers and all-to-alls go as direct sends in chunks, received in their final place. On Gloo
-    that reaches 94 % of a 100 Mbit link, where its own all-gather stays at 64 to 79 %.
+    All-gathers and all-to-alls are direct sends in chunks, received at their final place. On Gloo they reach
+    94 % of a 100 Mbit link, where Gloo's own all-gather reaches 64 to 79 %.
     """
     size = group.size()
     if request.kind == "all_reduce":
@@ -83,7 +82,7 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
     else:
         mine = request.payloads[me]
         outgoing = [message_of(payload) for payload in request.payloads]
-    incoming, works = _exchange(group, outgoing, me, room)
+    incoming, works = _exchange(group, outgoing, me, buffer_for)
     return Pending(
         works,
         lambda: [mine if peer == me else payload_of(incoming[peer], mine) for peer in range(size)],
@@ -92,8 +91,8 @@ def issue(group: Any, request: Request, divisor: int, room: Room) -> Pending:
 
 
 def commit(group: Any, step: int, flag: int) -> tuple[int, int, int]:
-    """The first and the last step any rank is in, and the largest flag of all ranks; returns only when all
-    ranks came this far."""
+    """The first and the last step that any rank is in, and the largest flag of all ranks; returns when all
+    ranks have called it."""
     bounds = torch.tensor([step, -step, flag])
     _reduce(group, bounds, "max").wait()
     last, first, flagged = bounds.tolist()
@@ -101,8 +100,8 @@ def commit(group: Any, step: int, flag: int) -> tuple[int, int, int]:
 
 
 def meet(limit: timedelta) -> None:
-    """A barrier of the default group that ends in time by itself: to destroy a group waits for all that it
-    has under way, and the group's own time-out may be half an hour."""
+    """A barrier of the default group with a timeout of its own. Destroying a group waits for everything that
+    the group has under way, and the group's own timeout may be half an hour."""
     if "gloo" in str(dist.get_backend_config()):
         how = dist.BarrierOptions()
         how.timeout = limit
@@ -116,24 +115,24 @@ def meet(limit: timedelta) -> None:
 
 
 def sever(group: Any) -> None:
-    """End all that is under way on a group of Gloo, here at once, and let its peers find it closed.
+    """End everything that is under way on a Gloo group, here and at its peers.
 
-    An all-reduce has its own clock, and no call that would end it; but a receive that has run out of time
-    closes every connection of its group. Where there are several interfaces Gloo takes them in turns, by tag.
+    No call ends an all-reduce before its timeout. But a receive that times out closes every connection of its
+    group. If there are several interfaces, Gloo takes turns between them, by tag.
     """
     interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     others = [peer for peer in range(group.size()) if peer != group.rank()]
-    for tag in range(NO_TAG_OF_OURS, NO_TAG_OF_OURS + interfaces):
-        for peer in others:  # those that are closed already close no other
+    for tag in range(SEVER_TAG, SEVER_TAG + interfaces):
+        for peer in others:  # a connection that is closed already closes no other
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(AT_ONCE)
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(SEVER_TIMEOUT)
 
 
 def is_closed(group: Any, peer: int) -> bool:
-    """Whether the connection to a peer is closed: to begin a message fails at once then. Nobody reads it, and
-    until it is read only its announcement goes out."""
+    """Whether the connection to a peer is closed: then a send fails at once. The peer never receives this
+    message, so only its announcement is sent."""
     try:
-        group.send([torch.zeros(1, dtype=torch.uint8)], peer, NOBODY_READS)
+        group.send([torch.zeros(1, dtype=torch.uint8)], peer, PROBE_TAG)
     except RuntimeError:
         return True
     return False
@@ -163,9 +162,9 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
 
 
 def _divided(request: Request, divisor: int) -> tuple[Tensor, bool]:
-    """What goes out, and whether it is known to be bounded."""
+    """What is sent, and whether it is known to be bounded."""
     (tensor,) = request.payloads[0]
-    # Before the sum, as DDP does: the mean of representable numbers must not overflow on the way.
+    # Divide before the sum, as DDP does: the mean of representable numbers must not overflow.
     return tensor, request.op == "mean" and divided(tensor, divisor)
 
 
@@ -183,12 +182,14 @@ def _counted(request: Request, size: int) -> None:
         )
 
 
-def _exchange(group: Any, outgoing: list[Tensor], me: int, room: Room) -> tuple[dict[int, Tensor], list[Any]]:
-    """Send ``outgoing[d]`` to rank d; what will come from each other rank is as large as my own part."""
+def _exchange(
+    group: Any, outgoing: list[Tensor], me: int, buffer_for: BufferFor
+) -> tuple[dict[int, Tensor], list[Any]]:
+    """Send ``outgoing[d]`` to rank d; the message of each peer is as large as this rank's own part."""
     size = len(outgoing)
-    # Start with the next rank, not with rank 0: else all would send to the same one at first.
+    # Start with the next rank, not with rank 0: else all ranks would first send to the same one.
     peers = [(me + distance) % size for distance in range(1, size)]
-    incoming = {peer: room(peer, outgoing[me].numel()) for peer in peers}
+    incoming = {peer: buffer_for(peer, outgoing[me].numel()) for peer in peers}
     works = [group.recv([piece], peer, 0) for peer in peers for piece in _pieces(incoming[peer])]
     works += [group.send([piece], peer, 0) for peer in peers for piece in _pieces(outgoing[peer])]
     return incoming, works

@@ -1,4 +1,4 @@
-"""Who is late: a rank that waits says where, looks where the others are, and logs it once."""
+"""Who is late: a rank that waits writes where it is, reads where the others are, and logs it once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..agree.board import Board, have
-from ..agree.limits import patience
+from ..agree.limits import late_after
 from ..core.running import Running
+from ..core.strategy import Reduced
 from ..log import log
 
 ROLL_CALL, FORWARD = -1, -2
-"""In place of a bucket: what a loop without DDP begins with, and DDP."""
-PULSE = 1.0  # seconds between two signs of life, at most
+"""Instead of a bucket: how a step begins in a loop without DDP, and with DDP."""
+HEARTBEAT = 1.0  # seconds between two notes, at most
 
 
-class Place(NamedTuple):
-    """Where a lane is. All lanes go through the same places, so ``(step, turn)`` can be compared."""
+class Position(NamedTuple):
+    """Where a lane is. All lanes pass the same positions, so ``(step, progress)`` can be compared."""
 
     step: int
-    turn: int
+    progress: int
     """How far it is in the step."""
     bucket: int
     doing: str
@@ -32,82 +33,86 @@ class Place(NamedTuple):
         return f"{others.get(self.bucket, f'bucket {self.bucket}')} of step {self.step}"
 
 
-Where = Callable[[], Place | None]
+Where = Callable[[], Position | None]
 
 
-def place_of(serving: Running | None, turn: int) -> Place | None:
-    """``turn`` counts the waits of this step that began and those that ended: it is odd during one."""
+def position_of(serving: Running | None, progress: int) -> Position | None:
+    """``progress`` counts the waits of this step that began and those that ended: it is odd during one."""
     if serving is None:
         return None
-    doing = serving.doing() if serving.reduced is None else "at the end of the step"
-    if serving.reduced is None and turn % 2 == 0:
-        doing = f"at work after {doing}" if turn else "at work"
-    return Place(serving.bucket.step, turn, serving.bucket.index, doing)
+    if isinstance(serving.state, Reduced):
+        doing = "at the end of the step"
+    elif progress % 2:
+        doing = serving.doing()
+    else:
+        doing = f"at work after {serving.doing()}" if progress else "at work"
+    return Position(serving.bucket.step, progress, serving.bucket.index, doing)
 
 
 class Seen(NamedTuple):
-    """A rank's last note: its place, and how many notes it has written."""
+    """A rank's last note: its position, and how many notes it has written."""
 
-    place: Place
-    beat: int
+    position: Position
+    notes: int
 
 
-def pulse(timeout: float) -> float:
-    return min(PULSE, patience(timeout) / 8)
+def heartbeat(timeout: float) -> float:
+    """Seconds between two notes of a rank that waits."""
+    return min(HEARTBEAT, late_after(timeout) / 8)
 
 
 @contextlib.contextmanager
 def watched(board: Board, where: Where) -> Iterator[None]:
-    """Say what is late for as long as this lasts.
+    """Log who is late while this context lasts.
 
-    Enter it only when a wait is longer than a pulse. The store is asked on a thread of its own, which lives
-    as long as the wait: a store may not answer, and the waiting thread has signals to serve.
+    Enter it only when a wait is longer than a heartbeat. The store is read on a thread of its own, which ends
+    with the wait: a store may not answer, and signal handlers must run on the waiting thread.
     """
-    over = threading.Event()
-    watcher = threading.Thread(target=watch, args=(board, where, over), name="gradlane-late", daemon=True)
+    ended = threading.Event()
+    watcher = threading.Thread(target=watch, args=(board, where, ended), name="gradlane-late", daemon=True)
     watcher.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
 
 
-def watch(board: Board, where: Where, over: threading.Event) -> None:
-    """Say what is late until it is ``over``."""
-    _Watch(board, where, over).run()
+def watch(board: Board, where: Where, ended: threading.Event) -> None:
+    """Log who is late until the wait has ``ended``."""
+    _Watch(board, where, ended).run()
 
 
 class _Watch:
-    def __init__(self, board: Board, where: Where, over: threading.Event) -> None:
+    def __init__(self, board: Board, where: Where, ended: threading.Event) -> None:
         self._board = board
         self._where = where
-        self._over = over
-        self._pulse = pulse(board.timeout)
-        self._patience = patience(board.timeout)
+        self._ended = ended
+        self._heartbeat = heartbeat(board.timeout)
+        self._late_after = late_after(board.timeout)
 
     def run(self) -> None:
-        with contextlib.suppress(Exception):  # the store may have gone; the lane will say so
+        with contextlib.suppress(Exception):  # the store may be gone; the lane reports that
             self._watch()
 
     def _watch(self) -> None:
         here = self._where()
-        since, beat = time.monotonic() - self._pulse, 0
+        since, notes = time.monotonic() - self._heartbeat, 0
         before: dict[int, Seen] | None = None
-        told = False
+        logged = False
         while True:
-            place = self._where()
-            if place != here:  # it moves: not stuck, only slow
-                here, since, before, told = place, time.monotonic(), None, False
+            position = self._where()
+            if position != here:  # it makes progress: slow, but not stuck
+                here, since, before, logged = position, time.monotonic(), None, False
             if here is not None:
-                beat += 1
-                self._board.pin("late", {"place": list(here), "beat": beat})
+                notes += 1
+                self._board.pin("late", {"position": list(here), "notes": notes})
                 waited = time.monotonic() - since
-                if before is None and waited > self._patience - 4 * self._pulse:
+                if before is None and waited > self._late_after - 4 * self._heartbeat:
                     before = self._seen()
-                elif before is not None and not told and waited > self._patience:
-                    told = True
-                    _say(here, before, self._seen(), self._board, waited)
-            if self._over.wait(self._pulse):
+                elif before is not None and not logged and waited > self._late_after:
+                    logged = True
+                    _log(here, before, self._seen(), self._board, waited)
+            if self._ended.wait(self._heartbeat):
                 return
 
     def _seen(self) -> dict[int, Seen]:
@@ -115,26 +120,25 @@ class _Watch:
         for rank in range(self._board.world):
             note = None if rank == self._board.rank else self._board.read("late", rank)
             if note is not None:
-                found[rank] = Seen(Place(*note["place"]), note["beat"])
+                found[rank] = Seen(Position(*note["position"]), note["notes"])
         return found
 
 
-def _say(here: Place, before: dict[int, Seen], now: dict[int, Seen], board: Board, waited: float) -> None:
+def _log(here: Position, before: dict[int, Seen], now: dict[int, Seen], board: Board, waited: float) -> None:
     others = [rank for rank in range(board.world) if rank != board.rank]
-    moving = [rank for rank in others if rank in now and now[rank] != before.get(rank)]
-    still = [
-        rank for rank in others if rank in now and rank not in moving
-    ]  # a note of this stall, or an old one
-    silent = [rank for rank in still if now[rank].place.step >= here.step]
-    missing = [rank for rank in others if rank not in moving + silent]
-    elsewhere = [rank for rank in moving if now[rank].place[:2] != here[:2]]
-    told = [f"{have(missing)} not entered {here}"] if missing else []
-    told += [f"rank {rank} was in {_at(now[rank].place)} and is silent since" for rank in silent]
-    told += [f"rank {rank} is in {_at(now[rank].place)}" for rank in elsewhere]
-    if not told:
-        told = [f"all ranks are in {_at(here)}: the link is slow or broken"]
-    log.warning("%s (waited %.3g s)", "; ".join(told), waited)
+    waiting = [rank for rank in others if rank in now and now[rank] != before.get(rank)]  # they write notes
+    # The last note of the others is from this wait, or from an earlier one.
+    quiet = [rank for rank in others if rank in now and rank not in waiting]
+    silent = [rank for rank in quiet if now[rank].position.step >= here.step]
+    missing = [rank for rank in others if rank not in waiting + silent]
+    elsewhere = [rank for rank in waiting if now[rank].position[:2] != here[:2]]
+    messages = [f"{have(missing)} not entered {here}"] if missing else []
+    messages += [f"rank {rank} was in {_at(now[rank].position)} and is silent since" for rank in silent]
+    messages += [f"rank {rank} is in {_at(now[rank].position)}" for rank in elsewhere]
+    if not messages:
+        messages = [f"all ranks are in {_at(here)}: the link is slow or broken"]
+    log.warning("%s (waited %.3g s)", "; ".join(messages), waited)
 
 
-def _at(place: Place) -> str:
-    return f"{place}, {place.doing}"
+def _at(position: Position) -> str:
+    return f"{position}, {position.doing}"

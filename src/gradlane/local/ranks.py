@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidValue, WrongState
-from ..lane.base import living_lanes
+from ..lane.base import open_lanes
 from ..teardown import shutdown
 from ..torch_internals import load_compiler
 from .family import Family, die_with_parent
@@ -237,7 +237,7 @@ def _end_with_the_family(family: Family) -> None:
 
 
 def _too_late(rank: int, seconds: float) -> None:
-    lanes = "; ".join(lane.where() for lane in living_lanes())
+    lanes = "; ".join(lane.where() for lane in open_lanes())
     print(f"rank {rank} after {seconds:g} s: {lanes}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     _send("failure", f"did not finish within {seconds:g} s{'; its lane: ' if lanes else ''}{lanes}")

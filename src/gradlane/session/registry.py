@@ -6,7 +6,7 @@ import atexit
 import weakref
 from typing import Protocol
 
-from ..lane.base import wait_for_the_leaving
+from ..lane.base import join_ending_threads
 
 
 class Closable(Protocol):
@@ -28,7 +28,7 @@ def close_all() -> None:
     """Close all sessions that are still open."""
     for session in list(_open):
         session.close()
-    wait_for_the_leaving()
+    join_ending_threads()
 
 
 # A lane that is open when the interpreter exits could crash it, and users forget to close.

@@ -1,1 +1,1 @@
-"""The same strategies without a network: n ranks in one process, or no numbers at all."""
+"""Strategies without a network: n ranks in one process (Simulation), or meta tensors (dry run)."""

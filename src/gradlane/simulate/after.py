@@ -1,4 +1,4 @@
-"""What becomes of a step when it is over: answers that must be alike, and buffers that are nobody's."""
+"""The end of a simulated step: results must be equal on all ranks, and buffers are overwritten."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def poison(tensors: Iterable[Tensor]) -> None:
-    """NaN, or -1, in all of them: a strategy that has kept one beyond its step shall notice.
+    """Fill the tensors with NaN, or -1, so that a strategy which keeps one beyond its step is noticed.
 
-    On a network they are written over by the next step, with something else on every rank.
+    On a network the next step overwrites them, with different values on every rank.
     """
     for tensor in tensors:
         if tensor.is_sparse:
@@ -25,29 +25,34 @@ def poison(tensors: Iterable[Tensor]) -> None:
         elif tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(torch.nan)
         elif tensor.dtype != torch.bool:
-            tensor.fill_(255 if tensor.dtype == torch.uint8 else -1)  # as bytes of a message: NaN again
+            tensor.fill_(
+                255 if tensor.dtype == torch.uint8 else -1
+            )  # bytes of a message: read as floats they are NaN
 
 
-def must_be_alike(
-    answers: Sequence[Mapping[str, Tensor]], strategies: Sequence[Strategy], step: int, asked: bool
+def check_equal_results(
+    results: Sequence[Mapping[str, Tensor]], strategies: Sequence[Strategy], step: int, asked: bool
 ) -> None:
-    """Refuse answers that differ between ranks, unless a part of the strategy says that they do: ``Noop``."""
+    """Raise ``RanksDisagree`` if results differ between ranks, unless the strategy says so: ``Noop``.
+
+    ``asked``: a rank has awaited a collective in this step.
+    """
     if any(not part.alike for strategy in strategies for part in parts(strategy)):
         return
-    for rank, answer in enumerate(answers):
-        for name, value in answer.items():
-            if not same_bits(value, answers[0][name]):
+    for rank, result in enumerate(results):
+        for name, value in result.items():
+            if not same_bits(value, results[0][name]):
                 why = "decide by step, names and shapes, never by a rank's own values"
                 if not asked:
                     why = "no rank has awaited a collective: did reduce forget to await one?"
                 raise RanksDisagree(
-                    f"step {step}: ranks 0 and {rank} have different answers for {name!r}, so their weights "
+                    f"step {step}: ranks 0 and {rank} have different results for {name!r}, so their weights "
                     f"would drift apart; {why}"
                 )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """The same numbers down to the sign of a zero; one NaN is like another."""
+    """Whether two tensors are equal, down to the sign of zeros; all NaN count as equal."""
     if a.is_sparse or b.is_sparse:
         a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape or a.dtype != b.dtype:

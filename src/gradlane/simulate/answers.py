@@ -1,4 +1,4 @@
-"""What a collective answers, computed in one process: the plain meaning of each request."""
+"""The answer to each kind of request, computed in one process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ def exchange(
 ) -> list[object]:
     """Answer the requests of all ranks of one scope, in rank order.
 
-    ``received`` takes what came from other ranks: on a network it lies in buffers of the lane, which the next
-    step uses again.
+    The tensors that came from other ranks are added to ``received``: on a network they are in buffers of the
+    lane, which the next step uses again.
     """
-    lent: list[Tensor] = [] if received is None else received
-    _agreed(requests, buckets)
+    received = [] if received is None else received
+    _check_equal(requests, buckets)
     first = requests[0]
     if first.kind == "all_reduce":
         return list(_all_reduce(requests, buckets))
     if first.kind == "all_gather":
         gathered = [request.payloads[0] for request in requests]
         return [
-            [_received(p, rank == me, lent) for rank, p in enumerate(gathered)] for me in range(len(requests))
+            [_delivered(payload, rank == me, received) for rank, payload in enumerate(gathered)]
+            for me in range(len(requests))
         ]
     if len(first.payloads) != len(requests):
         raise InvalidValue(
@@ -35,17 +36,17 @@ def exchange(
             f"got {len(first.payloads)}"
         )
     return [
-        [_received(request.payloads[me], rank == me, lent) for rank, request in enumerate(requests)]
+        [_delivered(request.payloads[me], rank == me, received) for rank, request in enumerate(requests)]
         for me in range(len(requests))
     ]
 
 
-def _received(payload: Payload, own: bool, lent: list[Tensor]) -> Payload:
-    """A rank gets copies of the others' and its own as it is, as on a network."""
+def _delivered(payload: Payload, own: bool, received: list[Tensor]) -> Payload:
+    """As on a network, a rank gets copies of the others' payloads, and its own payload itself."""
     if own:
         return payload
     copies = tuple(part.clone() for part in payload)
-    lent.extend(copies)
+    received.extend(copies)
     return copies
 
 
@@ -63,18 +64,18 @@ def _all_reduce(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[
             total = total.maximum(tensor)
         else:
             total = total + tensor
-    for tensor in tensors:  # in place, as the lanes do, so that a wrong alias shows here too
+    for tensor in tensors:  # in place, as on a lane: so a strategy that reads its old tensor fails here too
         tensor.copy_(total)
     return tensors
 
 
-def _agreed(requests: Sequence[Request], buckets: Sequence[Bucket]) -> None:
-    asked = [str(request) for request in requests]
-    for rank, text in enumerate(asked):
-        if text != asked[0] and not _sparse(requests):
+def _check_equal(requests: Sequence[Request], buckets: Sequence[Bucket]) -> None:
+    texts = [str(request) for request in requests]
+    for rank, text in enumerate(texts):
+        if text != texts[0] and not _sparse(requests):
             raise RanksDisagree(
                 f"step {buckets[0].step}, bucket {buckets[0].index}: rank {buckets[0].rank} asks for "
-                f"{asked[0]}, rank {buckets[rank].rank} for {text}; on a network this would hang"
+                f"{texts[0]}, rank {buckets[rank].rank} for {text}; on a network this would hang"
             )
 
 

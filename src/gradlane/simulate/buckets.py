@@ -1,4 +1,4 @@
-"""Gradients by name, packed into buckets as DDP would."""
+"""Gradients by name, packed into buckets as DDP does it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = Iterable[int]
 
 
 def slots_of(shapes: Mapping[str, Shape] | nn.Module) -> tuple[Slot, ...]:
-    """Parameters by name from ``{name: shape}`` or from a module (those that get a gradient)."""
+    """The parameters of ``{name: shape}``, or those of a module that get a gradient."""
     if isinstance(shapes, nn.Module):
         pairs = ((n, p.shape) for n, p in shapes.named_parameters() if p.requires_grad)
         return tuple(Slot(name, torch.Size(shape)) for name, shape in pairs)
@@ -27,9 +27,9 @@ def slots_of(shapes: Mapping[str, Shape] | nn.Module) -> tuple[Slot, ...]:
 
 
 def split(slots: Iterable[tuple[Slot, torch.dtype]], bucket_bytes: int | None) -> list[tuple[Slot, ...]]:
-    """Parameters in the order given, cut into buckets of one dtype and at most ``bucket_bytes``.
+    """Split the parameters, in their order, into buckets of one dtype and at most ``bucket_bytes``.
 
-    One parameter that is larger has a bucket to itself. None: no limit.
+    A larger parameter gets a bucket of its own. None means no limit.
     """
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise InvalidValue(f"bucket_bytes={bucket_bytes} holds nothing; use a positive number or None")
@@ -51,7 +51,7 @@ def flattened(gradients: Mapping[str, Tensor], layout: tuple[Slot, ...]) -> Tens
 
 
 def scope_sizes(world: int, node_size: int | None) -> dict[str, int]:
-    """How many ranks are in each scope; without a node size all ranks are one node."""
+    """The number of ranks in each scope; without a node size all ranks are one node."""
     node = world if node_size is None else node_size
     if world < 1:
         raise InvalidValue(f"world={world} has no ranks; use 1 or more")

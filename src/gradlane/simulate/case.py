@@ -1,4 +1,4 @@
-"""What a strategy is tried on by its laws."""
+"""What the laws run a strategy on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ..errors import InvalidValue
 from .after import same_bits
 from .ranks import Simulation
 
-HALF = 3  # steps before a stop; as many follow
-Answers = list[dict[str, Tensor]]
+HALF = 3  # steps before a stop, and after it
+Tensors = list[dict[str, Tensor]]
+"""By name, for each rank."""
 
 
 @dataclass
 class Case:
-    """A strategy as it was given, and what it is tried on."""
+    """The strategy that is checked, and what it runs on."""
 
     strategy: Strategy
     shapes: Mapping[str, tuple[int, ...]]
@@ -34,14 +35,14 @@ class Case:
         node = 2 if world % 2 == 0 else 1
         return Simulation(copy.deepcopy(self.strategy), world, bucket_bytes=bucket_bytes, node_size=node)
 
-    def gradients(self, world: int, step: int) -> Answers:
+    def gradients(self, world: int, step: int) -> Tensors:
         generator = torch.Generator().manual_seed(1000 * world + step)
         return [
             {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
             for _ in range(world)
         ]
 
-    def run(self, ranks: Simulation, first: int, last: int) -> list[Answers]:
+    def run(self, ranks: Simulation, first: int, last: int) -> list[Tensors]:
         ranks.steps = first
         return [ranks.step(self.gradients(ranks.world, step)) for step in range(first, last)]
 
@@ -58,13 +59,14 @@ class Case:
 
     @property
     def several(self) -> int:
-        """A number of ranks at which most of the code is at work; two are often another path."""
+        """A number of ranks above 2, if possible: with two ranks many strategies take another path."""
         return min((world for world in self.worlds if world > 2), default=max(self.worlds))
 
 
-def first_difference(one: list[Answers], two: list[Answers], first: int = 0) -> str | None:
-    for step, (left, right) in enumerate(zip(one, two, strict=True), start=first):
-        for name, value in left[0].items():
-            if not same_bits(value, right[0][name]):
-                return f"world={len(left)}, step {step}: the answer for {name!r} is another one"
+def first_difference(one: list[Tensors], two: list[Tensors], first: int = 0) -> str | None:
+    """Where the results of two runs differ first; ``first`` is the number of their first step."""
+    for step, (a, b) in enumerate(zip(one, two, strict=True), start=first):
+        for name, value in a[0].items():
+            if not same_bits(value, b[0][name]):
+                return f"world={len(a)}, step {step}: the result for {name!r} is different"
     return None

@@ -1,4 +1,4 @@
-"""``check_strategy``: the laws, over a strategy of one's own."""
+"""``check_strategy``: run the laws on a strategy of your own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .case import Case
 from .laws import LAWS
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2), "none": (0, 4)}
-"""A matrix, a vector, a number, a kernel, and nothing."""
+"""A matrix, a vector, a scalar, a convolution kernel, and an empty tensor."""
 WORLDS = (1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A law that a strategy breaks, and where it was seen."""
+    """A law that a strategy breaks, and where."""
 
     law: str
-    told: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.law}: {self.told}"
+        return f"{self.law}: {self.message}"
 
 
 def check_strategy(
@@ -46,27 +46,33 @@ def check_strategy(
     names: Mapping[str, Callable[..., Any]] | None = None,
     residual: Callable[[Any], Memory] | None = None,
 ) -> list[Finding]:
-    """Run the laws that all strategies obey over one of your own: ``assert not check_strategy(Mine())``.
+    """Check a strategy of your own by the laws of all strategies: ``assert not check_strategy(Mine())``.
 
-    In one process, on simulated ranks: all ranks get the same finite bits, in two runs the same; a dry run
-    asks for what a real step asks for; a run that was stopped and resumed is the whole run; a step that was
-    undone leaves no trace, and nothing is kept where nobody saves it; another number of ranks can go on; what
-    arrived and the residual are what was given; the text form reads back. What is wrong is told in words; an
-    empty list is a strategy that keeps them all.
+    The laws, on simulated ranks in one process:
+
+    - All ranks get the same finite bits, and two runs give the same results.
+    - A dry run asks for what a real step asks for.
+    - A run that was stopped and resumed gives the results of an uninterrupted run.
+    - All state is saved, and a step that was undone leaves no trace.
+    - Another number of ranks can go on.
+    - What arrived and the residual add up to the gradients.
+    - The text form reads back.
+
+    Each finding says which law the strategy breaks, and where. An empty list means that it obeys all.
 
     Args:
-        strategy: a strategy, or its text; it is not changed.
-        shapes: ``{name: shape}`` or a module; a few awkward parameters by default.
+        strategy: a strategy, or its text. It does not change.
+        shapes: ``{name: shape}`` or a module; by default a few unusual shapes.
         worlds: numbers of ranks. Those that the strategy refuses (``check_world``) are left out.
         names: classes of your own in its text, as for ``parse``.
-        residual: from the strategy to the ``Memory`` of what it still has to send, where it keeps one
-            itself. That of ``ErrorFeedback`` is found.
+        residual: returns the ``Memory`` in which the strategy keeps a residual of its own. The residual of
+            ``ErrorFeedback`` is found without it.
     """
     strategy = copy.deepcopy(as_strategy(strategy))
     if any(isinstance(part, Private) and part.noise_multiplier for part in parts(strategy)):
-        raise InvalidValue("no run of Private is like another; check it with noise_multiplier=0")
-    sizes = {slot.name: tuple(slot.shape) for slot in slots_of(SHAPES if shapes is None else shapes)}
-    case = Case(strategy, sizes, tuple(worlds), names or {}, _residual_of(strategy, residual))
+        raise InvalidValue("two runs of Private differ by their noise; check it with noise_multiplier=0")
+    tuples = {slot.name: tuple(slot.shape) for slot in slots_of(SHAPES if shapes is None else shapes)}
+    case = Case(strategy, tuples, tuple(worlds), names or {}, _residual_of(strategy, residual))
     if not case.worlds:
         raise InvalidValue(
             f"{type(strategy).__name__} refuses all of worlds={case.wanted}; name one that it can work with"
@@ -78,24 +84,24 @@ def _findings(law: Callable[[Case], Iterable[str]], case: Case) -> list[Finding]
     name = law.__name__.replace("_", " ")
     found: list[Finding] = []
     try:
-        found += [Finding(name, told) for told in law(case)]
-    except Exception as error:  # noqa: BLE001  whatever the strategy raises is what the author must see
+        found += [Finding(name, message) for message in law(case)]
+    except Exception as error:  # noqa: BLE001  the author must see every error of the strategy
         found.append(Finding(name, f"{type(error).__name__}: {error}"))
     return found
 
 
 def _residual_of(
-    strategy: Strategy, given: Callable[[Any], Memory] | None
+    strategy: Strategy, residual: Callable[[Any], Memory] | None
 ) -> Callable[[Strategy], Mapping[str, Tensor]] | None:
-    if given is not None:
-        return lambda own: given(own).state_dict()
+    if residual is not None:
+        return lambda own: residual(own).state_dict()
     if _feeds_back_a_mean(strategy):
         return _all_residuals
     return None
 
 
 def _feeds_back_a_mean(strategy: Strategy) -> bool:
-    """Error feedback that is told the gradient itself, around something that takes a mean."""
+    """Whether it has error feedback that gets the gradient itself, around a strategy that takes a mean."""
     if isinstance(strategy, After):
         return _feeds_back_a_mean(strategy.then) or _feeds_back_a_mean(strategy.first)
     if isinstance(strategy, Route):

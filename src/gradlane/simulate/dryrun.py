@@ -1,4 +1,4 @@
-"""The same strategy on meta tensors: what a step costs, without a number being computed."""
+"""The cost of a step: a strategy runs on meta tensors, and no number is computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from ..core.bucket import Bucket
 from ..core.collectives import Note, Payload, Request
 from ..core.events import Event
-from ..core.running import Running, step_total
-from ..core.strategy import Strategy, check_world
+from ..core.running import Driver, Running
+from ..core.strategy import Reduced, Strategy, check_world
 from ..errors import InvalidValue, WrongType
 from ..strategies.text import parse
 from .buckets import Shape, scope_sizes, slots_of, split
@@ -21,7 +21,7 @@ from .buckets import Shape, scope_sizes, slots_of, split
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one rank asks for in one step."""
+    """What one step costs one rank: its requests, and their bytes."""
 
     events: tuple[Event, ...]
     raw_bytes: int
@@ -37,12 +37,12 @@ class StepCost:
 
     @property
     def payload_bytes(self) -> int:
-        """What one rank hands to the collectives."""
+        """Bytes that one rank gives to the collectives."""
         return sum(event.payload_bytes for event in self.events)
 
     @property
     def wire_bytes(self) -> int:
-        """What one rank puts on the link, by the collective's algorithm."""
+        """Bytes that one rank puts on the link, by the algorithm of each collective."""
         return sum(event.wire_bytes for event in self.events)
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ def dry_run(
     bucket_bytes: int | None = None,
     node_size: int | None = None,
 ) -> StepCost:
-    """Price one step of a strategy for one rank of ``world``.
+    """The cost of one step of a strategy, for one rank of ``world``.
 
-    ``shapes`` is ``{name: shape}`` or a module. ``step`` matters to schedules: a strategy may send
-    something else after its warm-up. The strategy itself is not touched.
+    ``shapes`` is ``{name: shape}`` or a module. ``step`` matters to schedules: a strategy may send something
+    else after its warm-up. The strategy itself does not change.
     """
     if isinstance(strategy, str):
         strategy = parse(strategy)
@@ -77,7 +77,8 @@ def dry_run(
     sizes = scope_sizes(world, node_size)
     check_world(strategy, world)
     layouts = split(((slot, dtype) for slot in slots_of(shapes)), bucket_bytes)
-    under_way: list[Running] = []
+    pricing = _Pricing(sizes)
+    buckets: list[Running] = []
     raw_bytes = 0
     for index, layout in enumerate(layouts):
         flat = torch.empty(sum(slot.numel for slot in layout), dtype=dtype, device="meta")
@@ -86,38 +87,43 @@ def dry_run(
             flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
             is_last=index == len(layouts) - 1, sizes=sizes,
         )  # fmt: skip
-        under_way.append(Running(strategy, bucket, _ignore))
-    return StepCost(tuple(_traced(under_way, sizes)), raw_bytes)
+        buckets.append(Running(strategy, bucket, _ignore))
+    pricing.drive(buckets)
+    return StepCost(tuple(pricing.events), raw_bytes)
 
 
-@torch.no_grad()
-def _traced(under_way: list[Running], sizes: Mapping[str, int]) -> list[Event]:
-    events: list[Event] = []
-    answer: object = None
-    while under_way:
-        for running in under_way:
-            events += _driven(running, answer, sizes)
-        under_way = [running for running in under_way if running.meeting is not None]
-        answer = step_total(under_way) if under_way else None
-    return events
+class _Pricing(Driver[Running]):
+    """Answers every request with meta tensors, and writes down its cost."""
 
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.events: list[Event] = []
+        self._sizes = sizes
 
-def _driven(running: Running, answer: object, sizes: Mapping[str, int]) -> list[Event]:
-    """To its end, or to where it waits for the other buckets."""
-    events: list[Event] = []
-    try:
-        request = running.resume(answer)
-        while request is not None:
-            events.append(Event.of(request, running.bucket, running.phase, sizes[request.over]))
-            request = running.resume(_answer(request, sizes[request.over]))
-    except RuntimeError as error:  # what torch raises where a meta tensor would need its numbers
-        if "meta" not in str(error).lower():
-            raise
-        raise InvalidValue(
-            f"{running.where()}: the strategy looks at numbers, a dry run has none ({error}); "
-            "decide by shapes, or skip the decision where flat.device.type == 'meta'"
-        ) from error
-    return events
+    @torch.no_grad()
+    def drive(self, buckets: list[Running]) -> None:
+        try:
+            for running in buckets:
+                self.serving = running
+                running.resume()
+                self.advance(running)
+            self.meet(buckets)
+        except (
+            RuntimeError
+        ) as error:  # torch's error for an operation that needs the numbers of a meta tensor
+            if "meta" not in str(error).lower() or self.serving is None:
+                raise
+            raise InvalidValue(
+                f"{self.serving.where()}: the strategy looks at numbers, a dry run has none ({error}); "
+                "decide by shapes, or skip the decision where flat.device.type == 'meta'"
+            ) from error
+
+    def perform(self, running: Running, request: Request) -> object:
+        size = self._sizes[request.over]
+        self.events.append(Event.of(request, running.bucket, running.phase, size))
+        return _answer(request, size)
+
+    def finished(self, running: Running, reduced: Reduced) -> None:
+        """The result has no numbers."""
 
 
 def _answer(request: Request, size: int) -> object:
@@ -138,4 +144,4 @@ def _like(payload: Payload) -> Payload:
 
 
 def _ignore(bucket: Bucket, note: Note) -> None:
-    """Figures need numbers."""
+    """Notes carry numbers, and a dry run has none."""

@@ -1,4 +1,4 @@
-"""Looking at saved states: what is in them, and in what they differ."""
+"""What is in a saved state, and in what two of them differ."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .after import same_bits
 
 
 def unsavable(state: Mapping[Any, Any], path: str = "") -> str | None:
-    """What no checkpoint could hold, in words."""
+    """A message about the first value that no checkpoint can hold, or None."""
     for key, value in state.items():
         here = f"{path}/{key}".strip("/")
         if not isinstance(key, str):
             return f"the state has the key {key!r} in {path or 'its top'!r}; keys are strings"
         if isinstance(value, Mapping):
-            if (told := unsavable(value, here)) is not None:
-                return told
+            if (message := unsavable(value, here)) is not None:
+                return message
         elif not isinstance(value, Tensor | bool | int | float | str):
             return (
                 f"the state has a {type(value).__name__} in {here!r}; a checkpoint holds tensors, numbers "
@@ -35,7 +35,7 @@ def part_of(state: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any
 
 
 def without_zeros(state: object) -> object:
-    """A memory of zeros is none."""
+    """The state without tensors of zeros: a memory of zeros is the same as no memory."""
     if isinstance(state, Tensor):
         return state if state.count_nonzero() else None
     if not isinstance(state, Mapping):
@@ -45,7 +45,7 @@ def without_zeros(state: object) -> object:
 
 
 def difference(one: object, two: object) -> str | None:
-    """The first place in which two states differ."""
+    """The first key at which two states differ, or None."""
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         for key in dict.fromkeys((*one, *two)):
             if difference(one.get(key), two.get(key)) is not None:

@@ -1,9 +1,9 @@
-"""n ranks in one process, in lock-step: a deadlock is an error here, not a hang."""
+"""``Simulation``: n ranks in one process. A deadlock is an error here, not a hang."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -13,14 +13,14 @@ from ..core.bucket import Bucket, Slot
 from ..core.claims import held
 from ..core.collectives import Note
 from ..core.events import Event
-from ..core.running import Running, step_total
+from ..core.running import Running
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy, check_world
 from ..errors import InvalidValue, RanksDisagree, WrongState, WrongType
 from ..strategies.text import parse
-from .after import must_be_alike, poison
-from .answers import exchange
+from .after import check_equal_results, poison
 from .buckets import flattened, scope_sizes, split
+from .lock_step import LockStep, StepDriver
 
 Gradients = Mapping[str, Tensor]
 
@@ -32,9 +32,9 @@ class Simulation:
     ``bucket_bytes`` cuts the gradients into buckets as DDP does; without it there is one per dtype.
     ``node_size`` says how many ranks share a node, for ``over="node"`` and ``over="cross"``.
 
-    It is as strict as a network, and tells more: ranks that ask for different things, or get different
-    answers (but for ``Noop``), are an error, and when a step is over its gradients, messages and buffers are
-    filled with NaN.
+    It is as strict as a network, and its errors say more. Ranks that ask for different things, or that get
+    different results (unless the strategy is ``Noop``), raise ``RanksDisagree``. After each step its
+    gradients, messages and buffers are filled with NaN, so that a strategy that keeps one of them is noticed.
     """
 
     def __init__(
@@ -53,122 +53,66 @@ class Simulation:
             check_world(own, self.world)
         self.steps = 0
         self._scratch: dict[tuple[int, int], Scratch] = {}  # by rank and bucket
-        self._lent: list[Tensor] = []  # what is nobody's when the step is over
         self.events: list[Event] = []
         """Every request of rank 0, with its bytes."""
         self.figures: dict[str, float] = {}
-        """What strategies noted (``overflow``, ...), summed over ranks and steps."""
+        """The figures of ``note`` (``overflow``, ...), summed over ranks and steps."""
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Gradients]) -> list[dict[str, Tensor]]:
-        """Reduce one ``{name: gradient}`` per rank; the gradients given are left as they were."""
+        """Reduce one ``{name: gradient}`` per rank. The gradients passed in do not change."""
         slots = self._checked(gradients)
-        answers: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
-        asked, self._lent = len(self.events), []
         layouts = _layouts(slots, gradients[0], self.bucket_bytes)
-        for rows in self._reduced(gradients, layouts):
-            for answer, running in zip(answers, rows, strict=True):
-                assert running.reduced is not None
-                answer.update(running.bucket.with_flat(running.reduced.mean.clone()).named())
-        must_be_alike(answers, self.strategies, self.steps, asked=len(self.events) > asked)
-        poison(self._lent)
+        step = StepDriver(self.world, self.sizes)
+        buckets: list[LockStep] = []
+        try:
+            for index, layout in enumerate(layouts):
+                buckets.append(self._bucket(step, gradients, layout, index, len(layouts)))
+                buckets[-1].resume([None] * self.world)
+                step.advance(buckets[-1])
+            step.meet(buckets)
+        finally:
+            self.events += step.events
+            for bucket in buckets:
+                bucket.close()
+        check_equal_results(step.results, self.strategies, self.steps, asked=bool(step.events))
+        poison(step.temporary)
         poison(buffer for scratch in self._scratch.values() for buffer in scratch.buffers())
         self.steps += 1
-        return [{name: answer[name] for name in gradients[0]} for answer in answers]
+        return [{name: result[name] for name in gradients[0]} for result in step.results]
 
     def _checked(self, gradients: Sequence[Gradients]) -> list[Slot]:
         if len(gradients) != self.world:
             raise InvalidValue(
                 f"got gradients of {len(gradients)} ranks for world={self.world}; give one dict per rank"
             )
-        told = [[(name, grad.shape, grad.dtype) for name, grad in g.items()] for g in gradients]
-        for rank, mine in enumerate(told):
-            if mine != told[0]:
-                theirs, own = next((a, b) for a, b in zip_longest(told[0], mine) if a != b)
+        shapes = [[(name, grad.shape, grad.dtype) for name, grad in g.items()] for g in gradients]
+        for rank, mine in enumerate(shapes):
+            if mine != shapes[0]:
+                theirs, own = next((a, b) for a, b in zip_longest(shapes[0], mine) if a != b)
                 raise RanksDisagree(f"rank 0 gives {theirs}, rank {rank} gives {own}")
         return [Slot(name, grad.shape) for name, grad in gradients[0].items()]
 
     def _bucket(
-        self, grads: Gradients, layout: tuple[Slot, ...], index: int, count: int, rank: int
-    ) -> Bucket:
-        sparse = grads[layout[0].name].is_sparse
-        flat = grads[layout[0].name].clone() if sparse else flattened(grads, layout)
-        self._lent.append(flat)
-        scratch = None if sparse else self._scratch.setdefault((rank, index), Scratch())
-        return Bucket(
-            flat=flat, layout=layout, step=self.steps, rank=rank, world=self.world, index=index,
-            is_last=index == count - 1, sizes=self.sizes, scratch=scratch,
-        )  # fmt: skip
-
-    def _reduced(
-        self, gradients: Sequence[Gradients], layouts: list[tuple[Slot, ...]]
-    ) -> Iterator[list[Running]]:
-        """Bucket by bucket, all ranks of each; those that ask for a sum over the step once it is there."""
-        waiting: list[list[Running]] = []
-        try:
-            for index, layout in enumerate(layouts):
-                ranks = [
-                    Running(s, self._bucket(g, layout, index, len(layouts), rank), self._take_note)
-                    for rank, (s, g) in enumerate(zip(self.strategies, gradients, strict=True))
-                ]
-                waiting.append(ranks)
-                if not self._meets(ranks, [None] * self.world):
-                    yield waiting.pop()
-            while waiting:
-                totals = [step_total([ranks[rank] for ranks in waiting]) for rank in range(self.world)]
-                for ranks in list(waiting):
-                    if not self._meets(ranks, totals):
-                        waiting.remove(ranks)
-                        yield ranks
-        finally:
-            for ranks in waiting:
-                for running in ranks:
-                    running.close()
-
-    def _meets(self, ranks: list[Running], answers: Sequence[object]) -> bool:
-        """Drive one bucket to its end, or (True) to where it waits for the others of its step."""
-        while True:
-            requests = [rank.resume(answer) for rank, answer in zip(ranks, answers, strict=True)]
-            if all(request is None for request in requests):
-                waits = [rank for rank in ranks if rank.meeting is not None]
-                if waits and len(waits) < len(ranks):
-                    raise self._disagree(waits[0], "waits for the step's other buckets", ranks)
-                return bool(waits)
-            answers = self._exchanged(ranks)
-
-    def _exchanged(self, ranks: list[Running]) -> list[object]:
-        first = next(rank for rank in ranks if not rank.reduced and not rank.meeting)
-        assert first.request is not None
-        if any(rank.reduced or rank.meeting for rank in ranks):
-            raise self._disagree(first, f"asks for {first.request}", ranks)
-        over = first.request.over
-        answers: list[object] = [None] * self.world
-        for members in self._members(over):
-            asked = [ranks[member].request for member in members]
-            buckets = [ranks[member].bucket for member in members]
-            replies = exchange([r for r in asked if r], buckets, self._lent)
-            for member, reply in zip(members, replies, strict=True):
-                answers[member] = reply
-        self.events.append(Event.of(first.request, first.bucket, first.phase, self.sizes[over]))
-        return answers
-
-    @staticmethod
-    def _disagree(one: Running, does: str, ranks: list[Running]) -> RanksDisagree:
-        other = next(rank for rank in ranks if rank.reduced or (rank.meeting and not one.meeting))
-        state = "has finished" if other.reduced else "waits for the step's other buckets"
-        return RanksDisagree(
-            f"step {one.bucket.step}, bucket {one.bucket.index}: rank {one.bucket.rank} {does}, "
-            f"rank {other.bucket.rank} {state}; on a network this would hang"
-        )
-
-    def _members(self, over: str) -> Iterator[range]:
-        node = self.sizes["node"]
-        if over == "world":
-            yield range(self.world)
-        elif over == "node":
-            yield from (range(start, start + node) for start in range(0, self.world, node))
-        else:
-            yield from (range(start, self.world, node) for start in range(node))
+        self,
+        step: StepDriver,
+        gradients: Sequence[Gradients],
+        layout: tuple[Slot, ...],
+        index: int,
+        count: int,
+    ) -> LockStep:
+        ranks = []
+        sparse = gradients[0][layout[0].name].is_sparse
+        for rank, (strategy, own) in enumerate(zip(self.strategies, gradients, strict=True)):
+            flat = own[layout[0].name].clone() if sparse else flattened(own, layout)
+            step.temporary.append(flat)
+            bucket = Bucket(
+                flat=flat, layout=layout, step=self.steps, rank=rank, world=self.world, index=index,
+                is_last=index == count - 1, sizes=self.sizes,
+                scratch=None if sparse else self._scratch.setdefault((rank, index), Scratch()),
+            )  # fmt: skip
+            ranks.append(Running(strategy, bucket, self._take_note))
+        return LockStep(ranks)
 
     def _take_note(self, bucket: Bucket, note: Note) -> None:
         for name, value in note.figures.items():
@@ -189,17 +133,17 @@ def _one_each(strategy: Strategy | str | Sequence[Strategy], world: int | None) 
         raise WrongType(f"Simulation takes a strategy or one per rank, got {type(strategy).__name__}")
     if world is not None and world != len(strategies):
         raise InvalidValue(f"world={world}, but {len(strategies)} strategies; leave world out")
-    kept = [id(state) for own in strategies for state in {id(s): s for _, s in held(own)}.values()]
-    if len(set(kept)) < len(kept):
+    states = [id(state) for own in strategies for state in {id(s): s for _, s in held(own)}.values()]
+    if len(set(states)) < len(states):
         raise WrongState(
-            "two ranks of a simulation share what a strategy keeps, and would mix it; give one strategy and "
-            "world=, or build one for each rank"
+            "two ranks of a simulation share the state of a strategy, and would mix it up; give one strategy "
+            "and world=, or build one for each rank"
         )
     return strategies
 
 
 def _layouts(slots: list[Slot], grads: Gradients, limit: int | None) -> list[tuple[Slot, ...]]:
-    """Dense gradients together, each sparse one in a bucket of its own, as DDP has them."""
+    """Dense gradients together, each sparse one in a bucket of its own, as DDP does it."""
     dense = [(slot, grads[slot.name].dtype) for slot in slots if not grads[slot.name].is_sparse]
     if limit is None:  # one bucket per dtype
         order = list(dict.fromkeys(dtype for _, dtype in dense))

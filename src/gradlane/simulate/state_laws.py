@@ -1,4 +1,4 @@
-"""Laws of what outlives a step: saved whole, undone with its step, conserved."""
+"""Laws about state: it is saved, it is undone with its step, and no part of a gradient is lost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from .plain_state import difference, part_of, unsavable, without_zeros
 from .ranks import Simulation
 
 
-def nothing_is_kept_where_nobody_saves_it(case: Case) -> Iterator[str]:
+def all_state_is_saved(case: Case) -> Iterator[str]:
+    """Tensors are in fields with a ``state_dict``."""
     ranks = case.ranks(min(case.worlds))
     case.run(ranks, 0, 1)
     yield from stray(ranks.strategies[0])
 
 
-def a_resumed_run_is_the_whole_run(case: Case) -> Iterator[str]:
-    """All that outlives a step is in ``state_dict``, which holds what a checkpoint can hold."""
+def a_resumed_run_is_the_same(case: Case) -> Iterator[str]:
+    """Everything that outlives a step is in ``state_dict``, in a form that a checkpoint can hold."""
     world = case.several
     expected = case.run(case.ranks(world), 0, 2 * HALF)[HALF:]
     first, second = case.ranks(world), case.ranks(world)
@@ -33,75 +34,76 @@ def a_resumed_run_is_the_whole_run(case: Case) -> Iterator[str]:
     slots = {name: Expected(torch.Size(shape), torch.float32) for name, shape in case.shapes.items()}
     for old, new in zip(first.strategies, second.strategies, strict=True):
         state = old.state_dict()
-        if (told := unsavable(state)) is not None:
-            yield told
+        if (message := unsavable(state)) is not None:
+            yield message
             return
         for leaf in named_states(old):
             if isinstance(leaf.state, Fits) and (
                 wrong := leaf.state.fitting(part_of(state, leaf.path), slots)[1]
             ):
-                yield f"{leaf.owner}: {wrong[0]}; it could be saved, and not be loaded again"
+                yield f"{leaf.owner}: {wrong[0]}; it can be saved, but not loaded again"
                 return
         new.load_state_dict(copy.deepcopy(state))
-    if (told := first_difference(case.run(second, HALF, 2 * HALF), expected, HALF)) is not None:
+    if (difference := first_difference(case.run(second, HALF, 2 * HALF), expected, HALF)) is not None:
         yield (
-            f"{told} after a stop in step {HALF}; keep all that outlives a step in fields with a state_dict: "
-            "a gradlane.Memory, say"
+            f"{difference} after a stop in step {HALF}; keep everything that outlives a step in fields with "
+            "a state_dict, such as gradlane.Memory"
         )
 
 
 def an_undone_step_leaves_no_trace(case: Case) -> Iterator[str]:
-    """A step that fails, or is skipped, is as if it had never been."""
+    """After a step that failed or was skipped, all state is as before the step."""
     world = case.several
     disturbed, quiet = case.ranks(world), case.ranks(world)
     for step in range(HALF):
         leaves = [leaf for own in disturbed.strategies for leaf in named_states(own)]
         before = {index: leaf.state.state_dict() for index, leaf in enumerate(leaves)}
-        _undoable(leaves)
+        _make_undoable(leaves)
         disturbed.steps = step
         disturbed.step(case.gradients(world, 100 + step))
         for index, leaf in enumerate(leaves):
             if is_undoable(leaf.state):
                 leaf.state.undo()
             if getattr(leaf.state, "lasts", False):
-                continue  # a ledger: what was sent cannot be taken back
+                continue  # a privacy ledger: noise that was spent stays spent
             if difference(without_zeros(leaf.state.state_dict()), without_zeros(before[index])) is not None:
                 yield f"{leaf.owner} is not as before a step that was undone; use a Memory, or keep and undo"
                 return
-        disturbed_answers, quiet_answers = (case.run(ranks, step, step + 1) for ranks in (disturbed, quiet))
+        disturbed_results, quiet_results = (case.run(ranks, step, step + 1) for ranks in (disturbed, quiet))
         for leaf in leaves:
             if is_undoable(leaf.state):
                 leaf.state.keep()
-        if (told := first_difference(disturbed_answers, quiet_answers, step)) is not None:
-            yield f"{told} after a step that was undone; keep nothing of a step outside of a Memory"
+        if (where := first_difference(disturbed_results, quiet_results, step)) is not None:
+            yield f"{where} after a step that was undone; keep nothing of a step outside of a Memory"
             return
 
 
-def _undoable(leaves: list[Leaf]) -> None:
+def _make_undoable(leaves: list[Leaf]) -> None:
     for leaf in leaves:
         if is_undoable(leaf.state):
             leaf.state.undoable = True
 
 
 def other_ranks_can_go_on(case: Case) -> Iterator[str]:
-    """A state says what becomes of it with another number of ranks; of a residual nothing is lost."""
+    """A state can be carried over to another number of ranks, and the sum of the residuals stays the same."""
     sizes = sorted(case.worlds)[-2:]
+    tolerance = _tolerance(case.strategy)
     for old, new in (sizes, sizes[::-1]) if len(sizes) == 2 else ():
         before, after = case.ranks(old), case.ranks(new)
         case.run(before, 0, HALF)
         saved = [own.state_dict() for own in before.strategies]
         for rank, own in enumerate(after.strategies):
             own.load_state_dict(own.carried(saved, rank, new))
-        had, has = _residuals(case, before), _residuals(case, after)
-        for name, total in had.items():
-            if name not in has or not torch.allclose(has[name], total, rtol=1e-4, atol=_slack(case.strategy)):
-                yield f"the residual of {name!r} is another one with {new} ranks than with {old}, in sum"
+        expected, found = _residuals(case, before), _residuals(case, after)
+        for name, total in expected.items():
+            if name not in found or not torch.allclose(found[name], total, rtol=1e-4, atol=tolerance):
+                yield f"the sum of the residuals of {name!r} is different with {new} ranks than with {old}"
                 return
         case.run(after, HALF, HALF + 1)
 
 
 def _residuals(case: Case, ranks: Simulation) -> Mapping[str, Tensor]:
-    """Summed over the ranks."""
+    """By name, summed over the ranks."""
     total: dict[str, Tensor] = {}
     residual = case.residual or (lambda own: {})
     for own in ranks.strategies:
@@ -111,26 +113,28 @@ def _residuals(case: Case, ranks: Simulation) -> Mapping[str, Tensor]:
 
 
 def nothing_is_lost(case: Case) -> Iterator[str]:
-    """Where there is a residual: what arrived and the residual are what was given, summed over the steps."""
+    """If there is a residual: what arrived and the residual add up to the gradients of all steps."""
     for world in sorted({2, case.several} & set(case.worlds)) if case.residual is not None else ():
         ranks = case.ranks(world)
-        given = [case.gradients(world, step) for step in range(2 * HALF)]
+        gradients = [case.gradients(world, step) for step in range(2 * HALF)]
         arrived = case.run(ranks, 0, 2 * HALF)
-        kept = _residuals(case, ranks)
+        residuals = _residuals(case, ranks)
         for name, shape in case.shapes.items():
-            total = sum((own[name].double() for step in given for own in step), torch.zeros(shape).double())
+            total = sum(
+                (own[name].double() for step in gradients for own in step), torch.zeros(shape).double()
+            )
             here = sum((world * step[0][name].double() for step in arrived), torch.zeros(shape).double())
-            missing = total - here - kept.get(name, torch.zeros(()))
+            missing = total - here - residuals.get(name, torch.zeros(()))
             off = missing.abs().max().item() if missing.numel() else 0.0
-            if not off <= _slack(case.strategy) * math.sqrt(world * 2 * HALF):
+            if not off <= _tolerance(case.strategy) * math.sqrt(world * 2 * HALF):
                 yield (
-                    f"world={world}, {2 * HALF} steps: what arrived of {name!r} and the residual are "
-                    f"{off:.2g} away from what was given; Reduced.sent must be what others saw, and their "
-                    "mean the answer"
+                    f"world={world}, {2 * HALF} steps: what arrived of {name!r} plus the residual is "
+                    f"{off:.2g} away from the gradients; Reduced.sent must be what the other ranks saw, and "
+                    "Reduced.mean the mean of that"
                 )
                 return
 
 
-def _slack(strategy: Strategy) -> float:
-    """Numbers of 8 bits of fraction on the wire or in memory are rounded."""
+def _tolerance(strategy: Strategy) -> float:
+    """float16 and bfloat16, on the wire or in memory, round."""
     return 5e-2 if "float16" in describe(strategy) else 1e-5

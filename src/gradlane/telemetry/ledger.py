@@ -76,7 +76,7 @@ class Ledger:
         for sink in self._sinks:
             sink.close()
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         totals = self._totals
         totals["collectives"] += 1
         totals["bytes_payload"] += event.payload_bytes
@@ -89,7 +89,7 @@ class Ledger:
         for observer in self._observers:
             observer(event)
 
-    def noted(self, bucket: Bucket, note: Note) -> None:
+    def on_note(self, bucket: Bucket, note: Note) -> None:
         with self._lock:  # the hook's thread and the lane's may both have something to note
             for name, value in note.figures.items():
                 kept = value.detach() if isinstance(value, Tensor) else value
