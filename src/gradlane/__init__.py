@@ -52,7 +52,7 @@ _NAMES = {
     "strategies.dgc": "DGC",
     "strategies.exchange": "Gathered Sharded Summed",
     "strategies.feedback": "ErrorFeedback EF21",
-    "strategies.function": "strategy_from",
+    "strategies.from_function": "strategy_from",
     "strategies.lowrank.acpsgd": "AcpSGD",
     "strategies.lowrank.powersgd": "PowerSGD",
     "strategies.mean": "Mean Noop",

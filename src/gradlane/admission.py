@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import nn
 
 from .agree.compare import objection
-from .core.claims import refuse_foreign
-from .core.home import Home
+from .core.one_model import refuse_foreign
+from .core.ownership import Ownership
 from .core.strategy import Strategy, check_world
-from .core.stray import refuse_stray
+from .core.unsaved_state import refuse_unsaved_state
 from .errors import GradlaneError
 
 
 def objection_to(
-    strategy: Strategy, model: nn.Module | None, world: int, own: Home | None = None
+    strategy: Strategy, model: nn.Module | None, world: int, own: Ownership | None = None
 ) -> GradlaneError | None:
     """What speaks against it on this rank; ``own`` is where it may be at work already."""
     return objection(
-        lambda: refuse_stray(strategy),
+        lambda: refuse_unsaved_state(strategy),
         lambda: refuse_foreign(strategy, model, own),
         lambda: check_world(strategy, world),
     )

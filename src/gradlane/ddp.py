@@ -21,7 +21,7 @@ from .feed.nonfinite import Policy
 from .feed.sharded_models import refuse_sharded
 from .lane.base import completed_future
 from .settings import settings_of
-from .strategies.given import as_strategy
+from .strategies.as_strategy import as_strategy
 from .telemetry.sink import Observer
 
 

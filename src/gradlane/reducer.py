@@ -28,7 +28,7 @@ from .lane.one_rank import OneRank
 from .lane.open import Opened
 from .session import Session
 from .settings import ScaledOptions, Settings, settings_of
-from .strategies.given import as_strategy
+from .strategies.as_strategy import as_strategy
 from .strategies.text import describe
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from .agree.limits import Limit, checked_timeout, limit_of
 from .checkpoint.load import fitting_of, in_short, load
 from .checkpoint.save import save
 from .checkpoint.subject import Subject, as_layout, parameters_of, slots_of
-from .core.claims import claim, held
-from .core.home import Home
+from .core.one_model import claim, exclusive_states
+from .core.ownership import Ownership
 from .core.strategy import Strategy, named_states, shared_state
-from .core.stray import refuse_stray, stray
+from .core.unsaved_state import refuse_unsaved_state, unsaved_state
 from .errors import InvalidValue, WrongState
 from .feed.base import Feed
 from .feed.drift import DriftCheck
@@ -37,9 +37,10 @@ from .lane.base import Lane, wait_for_the_leaving
 from .lane.open import Opened, open_lane
 from .log import log
 from .settings import Settings
-from .strategies.given import as_strategy, warn_of_unmatched
-from .strategies.ledgers import follow, nothing_unspent
-from .strategies.text import describe, wrote
+from .strategies.as_strategy import as_strategy
+from .strategies.ledgers import follow, keep_ledgers
+from .strategies.route import warn_of_unmatched
+from .strategies.text import describe, saved_by
 from .swapped import moved_over
 from .telemetry.ledger import Ledger
 from .telemetry.sink import RunInfo
@@ -80,7 +81,7 @@ class Session(ABC):
         self._module = weakref.ref(module)  # the model must be free to go before its process group does
         self._ledger = Ledger(settings.observers)
         self._parameters = parameters_of(module)
-        self._home = Home(self, module)
+        self._ownership = Ownership(self, module)
         self._looked = False  # for state that has come up in the wrong place
         warn_of_unmatched(strategy, self._parameter_names())
         run = RunInfo(group.rank(), group.size(), describe(strategy))
@@ -103,7 +104,7 @@ class Session(ABC):
                 objection=objection_to(strategy, module, group.size()),
                 doing=doing,
             )
-        claim(strategy, self._home)
+        claim(strategy, self._ownership)
         self._board = opened.board
         # For those who drop the model, and close nothing: its end is the lane's.
         self._unless_closed = weakref.finalize(owner, _model_went, weakref.ref(self), opened.lane)
@@ -174,7 +175,7 @@ class Session(ABC):
         self._feed.finish_step()
         strategy = as_strategy(strategy)
         told = {"step": self.step, "strategy": describe(strategy, shared_only=True)}
-        against = objection_to(strategy, self._module(), self._world, self._home)
+        against = objection_to(strategy, self._module(), self._world, self._ownership)
         note = {**told, "objection": as_note(against)}
         _, all_told = self._board.agree(f"swap{self._swaps}", note, doing="swap")
         self._swaps += 1
@@ -185,7 +186,7 @@ class Session(ABC):
         for lost in moved_over(self.strategy, strategy, slots_of(self._parameters)):
             log.warning("swap: dropped %s", lost)
         self.strategy, self._looked = strategy, False
-        claim(strategy, self._home)
+        claim(strategy, self._ownership)
 
     def metrics(self) -> dict[str, float]:
         """One flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since the beginning, and
@@ -217,8 +218,8 @@ class Session(ABC):
         kept, and the log says what was left out. ``timeout`` is as for ``save``.
         """
         self._must_be_open()
-        self._home.used = True
-        with nothing_unspent(self.strategy):
+        self._ownership.used = True
+        with keep_ledgers(self.strategy):
             loaded = load(self._allowing(timeout, "load"), Path(path), self._subject(), strict)
         self._feed.go_to(loaded.step, loaded.layout)
 
@@ -234,20 +235,20 @@ class Session(ABC):
 
     def works_with(self, state: object) -> bool:
         """Whether this very state of a strategy is at work here."""
-        return not self._closed and any(mine is state for _, mine in held(self.strategy))
+        return not self._closed and any(mine is state for _, mine in exclusive_states(self.strategy))
 
     def _step_begins(self) -> None:
         """Before the first bucket of a step goes on its way."""
-        self._home.used = True
+        self._ownership.used = True
         if not self._looked and self._feed.step > self._began:
             self._looked = True
-            for told in stray(self.strategy):
+            for told in unsaved_state(self.strategy):
                 log.warning("%s", told)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. One per rank."""
         self._feed.finish_step()
-        refuse_stray(self.strategy)
+        refuse_unsaved_state(self.strategy)
         return {
             "format": FORMAT,
             "step": self.step,
@@ -264,7 +265,7 @@ class Session(ABC):
             raise InvalidValue(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() gave")
         if state["format"] not in (1, FORMAT):
             raise InvalidValue(f"the state has format {state['format']}, this version reads 1 and {FORMAT}")
-        if not wrote(self.strategy, str(state["strategy"])):
+        if not saved_by(self.strategy, str(state["strategy"])):
             mine = describe(self.strategy, shared_only=True)
             raise InvalidValue(
                 f"the state was saved by {state['strategy']}, this {self.kind} runs {mine}; begin with the "
@@ -276,7 +277,7 @@ class Session(ABC):
             layout = as_layout(state.get("layout", []))
         except ValueError as error:
             raise InvalidValue(f"{error}; pass what state_dict() gave") from None
-        self._home.used = True
+        self._ownership.used = True
         self._take(state["state"])
         self._feed.go_to(state["step"], layout)
 
@@ -289,7 +290,7 @@ class Session(ABC):
             raise InvalidValue(f"{in_short(wrong)}; pass what state_dict() gave for the same model")
         before = self.strategy.state_dict()
         try:
-            with nothing_unspent(self.strategy):
+            with keep_ledgers(self.strategy):
                 self.strategy.load_state_dict(state)
         except Exception:
             self.strategy.load_state_dict(before)

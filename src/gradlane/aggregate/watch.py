@@ -14,7 +14,7 @@ from ..core.numbers import is_number
 from ..core.world_change import Shared
 from ..errors import InvalidValue
 from ..log import log
-from .decision import judged
+from .decision import decide
 from .mean import mean
 from .rule import check_count
 
@@ -79,13 +79,13 @@ class Watch(Shared):
         self._broken |= broken
 
     def _judge(self, step: int, seen: Tensor, me: int) -> None:
-        verdict = judged(mean, seen, step)
-        self._broken &= set(verdict.broken)
-        if len(verdict.heard) < FEWEST:
+        decision = decide(mean, seen, step)
+        self._broken &= set(decision.nonfinite)
+        if len(decision.included) < FEWEST:
             return
-        far, norms = verdict.times_as_far.tolist(), verdict.norms
+        far, norms = decision.times_as_far.tolist(), decision.norms
         silent = (norms <= NOTHING * norms.median()) & (norms.median() > 0)
-        for rank, times, nothing in zip(verdict.heard, far, silent.tolist(), strict=True):
+        for rank, times, nothing in zip(decision.included, far, silent.tolist(), strict=True):
             if times > self.factor or nothing:
                 self._outlier(step, rank, times, nothing, me)
             elif self._runs.pop(rank, [0, 0, 0])[2]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.message import PayloadLayout
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
 
-Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
 
@@ -36,7 +36,7 @@ class Codec(ABC):
         return 1
 
     @abstractmethod
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         """Shapes and dtypes of the payload of ``numel`` elements: this is what goes over the wire."""
 
     def encode(self, flat: Tensor, seed: int, out: Payload | None = None) -> Payload:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.collectives import Payload
-from ..core.numbers import is_small
+from ..core.message import PayloadLayout
+from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import Keys, keys_of
 from ..kernels.native import native_for
-from .base import PIECE, Codec, Layout
+from .base import PIECE, Codec
 
 STEP, LARGEST = 32, 8192  # a block is a multiple of the first, and fits the kernels' buffers
 TINIEST = 2.0**-100
@@ -52,13 +53,13 @@ class BlockCodec(Codec):
     def granularity(self) -> int:
         return self.block
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         blocks = -(-numel // self.block)
         coded = blocks * self.block if self.padded else numel
         return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), self.beside))
 
     def bounded(self, payload: Payload) -> bool:
-        return payload[1].is_floating_point() and is_small(payload[1])  # no scale is NaN, or infinite
+        return payload[1].is_floating_point() and is_bounded(payload[1])  # no scale is NaN, or infinite
 
     @abstractmethod
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.message import PayloadLayout
 from ..kernels.counter import Keys, draws
-from .base import Layout
 from .blockwise import BlockCodec, Rows
 from .packing import pack_bits, unpack_bits
 
@@ -36,7 +36,7 @@ class Natural(BlockCodec):
     def granularity(self) -> int:
         return 8  # signs fill bytes
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         return (((numel,), torch.uint8), ((-(-numel // 8),), torch.uint8))
 
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:

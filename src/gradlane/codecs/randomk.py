@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
-from ..core.numbers import is_small
+from ..core.message import PayloadLayout
+from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import draws, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout, keep_finite
+from .base import Codec, keep_finite
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class RandomK(Codec):
         """How many runs are taken."""
         return max(1, math.ceil(self.ratio * -(-numel // self.run))) if numel else 0
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         return (((self.units(numel) * self.run,), torch.float32),)
 
     def bounded(self, payload: Payload) -> bool:
-        return is_small(payload[0])
+        return is_bounded(payload[0])
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         keys, units = keys_of(seed), self.units(flat.numel())

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
-from ..core.numbers import is_small
+from ..core.message import PayloadLayout
+from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import draw, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout, keep_finite
+from .base import Codec, keep_finite
 from .selection import SPAN, PlainSearch, Search, scatter_selected
 
 EXACT_BELOW = 4096
@@ -52,7 +53,7 @@ class TopK(Codec):
     def slots(self, numel: int) -> int:
         return max(1, math.ceil(self.ratio * numel)) if numel else 0
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         slots = self.slots(numel)
         return (
             ((slots,), VALUES[self.value]),
@@ -61,7 +62,7 @@ class TopK(Codec):
         )
 
     def bounded(self, payload: Payload) -> bool:
-        return is_small(payload[0])
+        return is_bounded(payload[0])
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         self._select(flat, None, None, seed, payload)

@@ -18,8 +18,8 @@ from ..log import log
 from ..strategies.cast import Cast
 from ..strategies.feedback import ErrorFeedback
 from ..strategies.lowrank.factors import FactorMemory
-from ..strategies.lowrank.matrices import View
 from ..strategies.lowrank.powersgd import PowerSGD
+from ..strategies.lowrank.rank import View
 from ..strategies.mean import Mean
 from ..strategies.schedule import After
 from .compression_stats import CompressionStats
@@ -242,18 +242,20 @@ class PowerSGDState:
 
     def _translated(self, view: View, wires: tuple[torch.dtype, ...]) -> Strategy:
         first: Strategy = Mean()
-        then: Strategy = PowerSGD(
+        power = PowerSGD(
             self.matrix_approximation_rank,
             self.min_compression_rate if view == "tensor" else 0,
             warm_start=self.warm_start,
             view=view,
             seed=self.random_seed,
-            factors=self._factors,
         )
+        power.factors = self._factors
+        then: Strategy = power
         for dtype in wires:
             first, then = Cast(first, dtype), Cast(then, dtype)
         if self.use_error_feedback:
-            then = ErrorFeedback(then, memory=self._errors)
+            then = feedback = ErrorFeedback(then)
+            feedback.memory = self._errors
         return After(self.start_powerSGD_iter, then=then, first=first)
 
     def _options(self) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .feedback import Feedback
 from .layout import Layout, Slot, as_layout
 from .scratch import Scratch
 
-__all__ = ["Bucket", "Layout", "Slot", "as_layout", "layout_digest"]
+__all__ = ["Bucket", "Feedback", "Layout", "Slot", "as_layout", "layout_digest"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +35,8 @@ class Bucket:
     is_last: bool = True
     joined: bool = False
     """This rank ran out of data (``DDP.join``): it takes part, with a gradient of zeros."""
-    feedback: bool = False
-    """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
-    residual: Tensor | None = None
-    """The residual of this rank, flat like the gradient. Only a strategy that ``fuses_feedback``
-    gets it: it adds it to the gradient and leaves in ``residual_after`` the new residual."""
-    residual_out: Tensor | None = None
-    """Where the new residual goes; ``residual`` itself where None. It holds anything before, and
-    ``residual`` is not
-    changed then."""
+    feedback: Feedback | None = None
+    """What an error-feedback wrapper asks for; None without one."""
     wire: torch.dtype | None = None
     """A ``Cast`` outside sends floating-point payloads in this width."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -55,9 +49,9 @@ class Bucket:
             object.__setattr__(self, "layout", Layout(self.layout))
 
     @property
-    def residual_after(self) -> Tensor | None:
-        """What takes the new residual: ``residual_out``, or ``residual`` itself."""
-        return self.residual if self.residual_out is None else self.residual_out
+    def wants_sent(self) -> bool:
+        """Whether a wrapper will call ``Reduced.sent``."""
+        return self.feedback is not None and self.feedback.want_sent
 
     def divisor(self, over: str = "world") -> int:
         """What a mean over this scope divides by: its ranks, less those that joined early where

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.strategy import Leaf, Strategy, is_undoable, named_states
-from ..core.stray import stray
+from ..core.unsaved_state import unsaved_state
 from ..core.world_change import Expected, Fits
 from ..strategies.text import describe
 from .case import HALF, Case, first_difference
@@ -21,7 +21,7 @@ from .ranks import Simulation
 def nothing_is_kept_where_nobody_saves_it(case: Case) -> Iterator[str]:
     ranks = case.ranks(min(case.worlds))
     case.run(ranks, 0, 1)
-    yield from stray(ranks.strategies[0])
+    yield from unsaved_state(ranks.strategies[0])
 
 
 def a_resumed_run_is_the_whole_run(case: Case) -> Iterator[str]:

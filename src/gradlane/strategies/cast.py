@@ -12,10 +12,10 @@ from ..core.bucket import Bucket
 from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
 from ..core.numbers import HUGE
 from ..core.running import intercept
-from ..core.strategy import Reduced, Strategy, parts
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import divided
-from .private import refuse_private_in_fp16
+from .nesting import check_wrapped
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 FAR_IN_FP16 = 6e4  # what all ranks add up to must be below the largest number, 65,504
@@ -43,29 +43,27 @@ class Cast(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Strategy):
-            raise WrongType(
-                f"Cast wraps a strategy, got {type(self.inner).__name__}; write Cast(Mean(), dtype)"
-            )
+        check_wrapped(self, self.inner, "Cast(Mean(), dtype)")
         if self.dtype not in NARROW:
             raise InvalidValue(
                 f"dtype={self.dtype} cannot be summed by the backends; use one of "
                 f"{', '.join(str(dtype) for dtype in NARROW)}"
             )
-        if self.dtype == torch.float16:
-            refuse_private_in_fp16(self.inner)
-        if coded := next((part for part in parts(self.inner) if part.encodes), None):
-            name = type(coded).__name__
-            raise InvalidValue(
-                f"Cast would narrow what the codec of {name} sends, its scales too, and nobody would keep "
-                f"what that loses. The codec decides how wide {name} is: leave Cast out, take "
-                "Raw('bfloat16') or TopK(..., value='bfloat16'), or put Cast beside it in a Route"
-            )
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        if not part.encodes:
+            return None
+        name = type(part).__name__
+        return (
+            f"Cast would narrow what the codec of {name} sends, its scales too, and nobody would keep what "
+            f"that loses. The codec decides how wide {name} is: leave Cast out, take Raw('bfloat16') or "
+            "TopK(..., value='bfloat16'), or put Cast beside it in a Route"
+        )
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         wire = _NarrowWire(self.dtype, bucket)
         reduced = await intercept(self.inner.reduce(replace(bucket, wire=self.dtype)), wire.answer)
-        if bucket.feedback and reduced.sent is None and wire.kept is None and wire.narrowed:
+        if bucket.wants_sent and reduced.sent is None and wire.kept is None and wire.narrowed:
             raise InvalidValue(
                 f"error feedback round Cast cannot tell what {type(self.inner).__name__} lost: it does not "
                 "say what it sent; return Reduced(mean, sent=...) with bucket.as_seen(...), or leave Cast or "
@@ -117,7 +115,7 @@ class _NarrowWire:
         divisor = self.bucket.divisor(request.over)
         bounded = mean and divided(wide, divisor, HUGE if _as_far(self.dtype) else FAR_IN_FP16 / divisor)
         (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
-        if self.bucket.feedback and mean and wide.shape == self.bucket.flat.shape:
+        if self.bucket.wants_sent and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
         self.bounded = wide if bounded else None

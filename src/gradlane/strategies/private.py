@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import SystemRandom
 
 import numpy as np
@@ -14,13 +14,15 @@ from torch import Tensor
 from ..core.bucket import Bucket
 from ..core.collectives import all_reduce, note, step_sum
 from ..core.numbers import is_number
-from ..core.strategy import Reduced, Strategy, parts
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..log import log
 from .accountant import Spent, epsilon_of, epsilon_of_all
+from .nesting import check_wrapped
 
 PIECE = 65_536  # elements at a time: the doubles they become stay in the cache
 WITHIN = 1 - 1e-6  # of ``clip``: rounding may not carry a norm above it
+FP16 = "Private with float16 on the wire: small noise would vanish there, and hide nothing; use bfloat16"
 
 
 @dataclass
@@ -56,10 +58,10 @@ class Private(Strategy):
     clip: float
     noise_multiplier: float
     sample_rate: float = 1.0
-    spent: Spent | None = None
+    spent: Spent = field(init=False)
+    _taking_part: _Part | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
         if not is_number(self.clip) or not 0 < self.clip < math.inf:
             raise InvalidValue(f"Private clip={self.clip!r}; use a norm above 0")
         if not is_number(self.noise_multiplier) or not 0 <= self.noise_multiplier < math.inf:
@@ -73,8 +75,28 @@ class Private(Strategy):
             )
         if self.noise_multiplier == 0:
             log.warning("Private with noise_multiplier=0 clips and hides nothing: its epsilon is infinite")
-        self.spent = self.spent or Spent(self.noise_multiplier, self.sample_rate)
-        self._now: _Part | None = None
+        self.spent = Spent(self.noise_multiplier, self.sample_rate)
+        check_wrapped(self, self.inner, "Private(Mean(), clip=1.0, noise_multiplier=1.0)")
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        if not part.linear:
+            return (
+                f"Private cannot hold {type(part).__name__}: the noise of all ranks protects their sum, so "
+                "what is inside may depend on this step's sum alone. Feedback keeps parts of a gradient for "
+                "later, weights and robust rules treat ranks apart, other codecs encode before the noises "
+                "have met. "
+                "Write Private(Mean(), ...), or to send less Private(Cast(Mean(), bfloat16), ...), "
+                "Private(PowerSGD(), ...) or Private(Summed(RandomK()), ...), without feedback"
+            )
+        return FP16 if _in_fp16(part) else None
+
+    def refuses_around(self, wrapper: Strategy) -> str | None:
+        if not wrapper.keeps_privacy:
+            return (
+                f"{type(wrapper).__name__} around Private would break its bound, which is for whole "
+                "gradients, as they are, in every step; Private is the outermost, but for Cast"
+            )
+        return FP16 if _in_fp16(wrapper) else None
 
     def epsilon(self, delta: float, steps: int | None = None) -> float:
         """(epsilon, delta)-differential privacy *per worker*, never per example, of the steps so far.
@@ -83,7 +105,6 @@ class Private(Strategy):
         something was sent; one that was skipped before anything was sent does not. Steps of an earlier
         training with this strategy count, and of a ``Private`` in whose place ``swap`` has put this one.
         """
-        assert self.spent is not None
         if steps is None:
             return epsilon_of_all(self.spent.runs(), delta)
         return epsilon_of(self.noise_multiplier, self.sample_rate, steps, delta)
@@ -111,9 +132,9 @@ class Private(Strategy):
 
     async def _part(self, square: Tensor) -> _Part:
         """How this rank takes part in the step, which all ranks agree to take before anything is sent."""
-        assert self.spent is not None
-        if self._now is not None and self._now.square is square:  # all buckets of a step get the same tensor
-            return self._now
+        part = self._taking_part
+        if part is not None and part.square is square:  # all buckets of a step get the same tensor
+            return part
         part = _Part(square, self.clip, self.sample_rate)
         bad = torch.tensor([part.bad], dtype=torch.int32, device=square.device)
         bad = await all_reduce(bad, op="max", exact=True)
@@ -121,7 +142,7 @@ class Private(Strategy):
             part.refused = bool(bad.item())
             self.spent.steps += not part.refused  # before anything is sent
             await note(private_clipped=part.clipped, private_nonfinite=part.nonfinite)
-        self._now = part
+        self._taking_part = part
         return part
 
 
@@ -170,51 +191,20 @@ def add_noise(flat: Tensor, deviation: float, room: Tensor) -> None:
         piece.add_(part.to(flat.device), alpha=deviation)
 
 
-def refuse_private_inside(name: str, *inner: Strategy) -> None:
-    """For wrappers that would leave some gradients out of the bound, or add to them behind it."""
-    if any(isinstance(part, Private) for strategy in inner for part in parts(strategy)):
-        raise InvalidValue(
-            f"{name} around Private would break its bound, which is for whole gradients, as they are, in "
-            "every step; Private is the outermost, but for Cast"
-        )
-
-
-def refuse_private_in_fp16(inner: Strategy) -> None:
-    if any(isinstance(part, Private) for part in parts(inner)):
-        raise InvalidValue(_FP16)
-
-
-def _check_inner(inner: object) -> None:
-    if not isinstance(inner, Strategy):
-        got = type(inner).__name__
-        raise WrongType(
-            f"Private wraps a strategy, got {got}; write Private(Mean(), clip=1.0, noise_multiplier=1.0)"
-        )
-    for part in parts(inner):
-        if not part.linear:
-            raise InvalidValue(
-                f"Private cannot hold {type(part).__name__}: the noise of all ranks protects their sum, so "
-                "what is inside may depend on this step's sum alone. Feedback keeps parts of a gradient for "
-                "later, weights and robust rules treat ranks apart, other codecs encode before the noises "
-                "have met. Write Private(Mean(), ...), or to send less Private(Cast(Mean(), bfloat16), ...), "
-                "Private(PowerSGD(), ...) or Private(Summed(RandomK()), ...), without feedback"
-            )
-        if getattr(part, "dtype", None) == torch.float16:
-            raise InvalidValue(_FP16)
-
-
 def _check_bucket(bucket: Bucket) -> None:
     if bucket.flat.is_sparse:
         raise WrongType(
             f"Private cannot hide the sparse gradient of {bucket.names[0]!r}, whose places tell which rows "
             "were used; use a dense embedding"
         )
-    if bucket.feedback:
+    if bucket.feedback is not None:
         raise InvalidValue(
             "feedback around Private would take its noise off again in the next step; leave it out"
         )
     if bucket.wire == torch.float16:
-        raise InvalidValue(_FP16)
+        raise InvalidValue(FP16)
 
 
-_FP16 = "Private with float16 on the wire: small noise would vanish there, and hide nothing; use bfloat16"
+def _in_fp16(part: Strategy) -> bool:
+    """Whether it is a ``Cast`` to float16."""
+    return getattr(part, "dtype", None) == torch.float16
