@@ -198,7 +198,7 @@ BROKEN = [
     (PlainAttribute(), "a resumed run is the whole run", "after a stop in step 3"),
     (HiddenAttribute(), "a resumed run is the whole run", "after a stop in step 3"),
     (HiddenAttribute(), "an undone step leaves no trace", "after a step that was undone"),
-    (WrongNames(), "a resumed run is the whole run", "is no parameter of this model"),
+    (WrongNames(), "a resumed run is the whole run", "does not belong to this model"),
     (Counts(Listed()), "a resumed run is the whole run", "a list in 'counter/count'"),
     (Counts(), "an undone step leaves no trace", "Counts.counter is not as before"),
     (Counts(Stays()), "other ranks can go on", "does not say what becomes of it"),

@@ -294,9 +294,9 @@ def test_what_does_not_go_together_is_refused_at_once(make, error, message):
 def test_feedback_round_a_narrowed_strategy_that_does_not_say_what_it_sent_is_refused():
     """A dry run refuses it too, before anything is trained."""
     feedback = gl.ErrorFeedback(gl.Cast(GatheredMean(), torch.bfloat16))
-    with pytest.raises(gl.InvalidValue, match="cannot tell what GatheredMean lost"):
+    with pytest.raises(gl.InvalidValue, match="cannot know what GatheredMean lost"):
         gl.dry_run(feedback, {"w": (300,)}, world=4)
-    with pytest.raises(gl.InvalidValue, match="cannot tell what GatheredMean lost"):
+    with pytest.raises(gl.InvalidValue, match="cannot know what GatheredMean lost"):
         gl.Simulation(feedback, world=3).step([{"w": torch.ones(300)}] * 3)
 
 

@@ -21,8 +21,8 @@ EXPONENT = 23  # the first bit of a float's exponent
 
 @dataclass(frozen=True)
 class Natural(BlockCodec):
-    """Natural compression (Horvath et al., 2019): each element goes up or down to a power of two, by
-    chance, so that its mean stays. Nine bits: a byte of exponents, and the signs.
+    """Natural compression (Horvath et al., 2019): each element is rounded up or down to a power of
+    two, at random, so that its mean stays. Nine bits: a byte of exponents, and the signs.
 
     Random bits are added below the exponent: they carry into it with the right probability. Only
     magnitudes above 2**127, which have no power of two above them, are rounded down.
@@ -30,7 +30,7 @@ class Natural(BlockCodec):
 
     form: ClassVar[int] = 6
     bits: ClassVar[int] = 8
-    block: ClassVar[int] = 1024  # type: ignore[misc]  # nothing is shared within it; the kernels want some size
+    block: ClassVar[int] = 1024  # type: ignore[misc]  # elements share nothing; the kernels need some size
 
     @property
     def granularity(self) -> int:
@@ -54,6 +54,6 @@ class Natural(BlockCodec):
     def _decode_sum(
         self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
     ) -> None:
-        super()._decode_sum(payloads, out, seeds, 1.0)  # there are no scales
+        super()._decode_sum(payloads, out, seeds, 1.0)  # there are no scales to multiply
         if factor != 1.0:
             out.mul_(factor)

@@ -22,20 +22,20 @@ class Stateful(Protocol):
 
 
 class Undoable(Protocol):
-    """A state that can go back to before the step under way, once ``undoable`` is set. Large states keep two
-    buffers; a ``Memory`` does. ``undo`` is called when a step failed, however far this rank has come in it;
-    and when all ranks came to its end and skipped it, unless there is a ``skip`` to call instead."""
+    """A state that can go back to before the current step, once ``undoable`` is set. Large states, such as a
+    ``Memory``, keep two buffers. ``undo`` is called when a step failed, however far this rank has come in it,
+    and when all ranks skipped the step at its end, unless the state has a ``skip``, which is then called."""
 
     undoable: bool
     shared: bool
-    """All ranks have the same in it."""
+    """All ranks have equal values in it."""
 
     def keep(self) -> None: ...
     def undo(self) -> None: ...
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Asked of every field in every step, where ``isinstance`` of a protocol would take 10 us."""
+    """Called for every field in every step; ``isinstance`` of a protocol would take 10 us."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -120,10 +120,10 @@ class Strategy(ABC):
             release(field)
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
+        """The state of ``rank`` of ``world`` ranks, made of what each rank of another world has saved.
 
-        Each field decides for itself (see world_change.py); a strategy whose fields depend on each other may
-        have to say more.
+        Each field decides for itself (see world_change.py). A strategy whose fields depend on each other
+        overrides this.
         """
         found = (
             (name, carried(field, f"{type(self).__name__}.{name}", OneField(saved, name), rank, world))
@@ -178,7 +178,7 @@ def check_world(strategy: Strategy, world: int) -> None:
 
 
 class Leaf(NamedTuple):
-    """A state inside a strategy, at any depth: where, whose (``ErrorFeedback.memory``), and itself."""
+    """A state inside a strategy, at any depth: its path, its owner (``ErrorFeedback.memory``), and itself."""
 
     path: tuple[str, ...]
     owner: str
@@ -194,7 +194,7 @@ def named_states(strategy: Strategy, path: tuple[str, ...] = ()) -> Iterator[Lea
 
 
 def shared_state(strategy: Strategy) -> dict[tuple[str, ...], dict[str, Any]]:
-    """By path: the state that all ranks have alike, bit for bit, unless something went wrong."""
+    """By path: the state that is equal on all ranks, bit for bit, unless something went wrong."""
     return {
         leaf.path: leaf.state.state_dict()
         for leaf in named_states(strategy)

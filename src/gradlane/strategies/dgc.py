@@ -1,4 +1,4 @@
-"""Deep gradient compression: top-k with momentum that is corrected for what waits."""
+"""Deep gradient compression: top-k with momentum correction."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .exchange import Gathered
 from .feedback import residual_square
 
 STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
-"""The shares sent in the stages of the warm-up, of the paper: 75, 93.75, 98.4 and 99.6 % are left out."""
+"""Shares that the stages of the paper's warm-up send; they leave out 75, 93.75, 98.4 and 99.6 %."""
 
 
 @dataclass
 class DGC(Strategy):
     """Deep Gradient Compression (Lin et al., 2018). Use it with an optimizer that has no momentum of its own.
 
-    1. Clip this rank's gradient to ``clip`` / sqrt(world), where asked for; a bucket at a time, each for
-       itself, because a hook never sees the whole.
+    1. With ``clip``, clip this rank's gradient to ``clip`` / sqrt(world), each bucket for itself: a hook
+       never sees the complete gradient.
     2. Momentum correction: u = momentum * u + g, and v = v + u is the residual.
     3. Send the largest ``ratio`` of v.
     4. Factor masking: where v was sent, u and v begin again at 0.
@@ -53,7 +53,7 @@ class DGC(Strategy):
             raise InvalidValue(f"DGC warmup={self.warmup}; use a number of steps from 0 up")
 
     def share(self, step: int) -> float:
-        """What is sent of a gradient in this step."""
+        """The share of a gradient that this step sends."""
         if step >= self.warmup:
             return self.ratio
         stages = (*STAGES, self.ratio)

@@ -54,9 +54,8 @@ class Summed(Strategy):
 class Gathered(Strategy):
     """Every rank's payload to every rank, which decodes them all: n - 1 payloads sent by each.
 
-    ``aggregate`` makes one row of all ranks' rows, here and in ``Sharded``; the mean, unless said otherwise.
-    Only the mean honours ``join(divide_by_initial_world_size=False)``: to any other, a rank that has
-    joined is a row of zeros.
+    ``aggregate`` makes one row of all ranks' rows, here and in ``Sharded``; the default is the mean. Only the
+    mean honours ``join(divide_by_initial_world_size=False)``: any other sees a joined rank as a row of zeros.
     """
 
     codec: Codec
@@ -91,11 +90,11 @@ class Gathered(Strategy):
 class Sharded(Strategy):
     """Each rank reduces a shard: all-to-all, decode and combine in fp32, encode once, all-gather.
 
-    Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. Inside of
-    ``ErrorFeedback`` what the second encoding loses is kept too, by the rank that encodes (the server's error
-    of Tang et al., 2019, "DoubleSqueeze"), in the memory that its own part does not need. ``answer`` is the
-    codec of the second encoding, the same as the first unless it is given: one bit is too little for both.
-    With two ranks it is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
+    A rank sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. Inside
+    ``ErrorFeedback`` the rank that encodes a shard of the answer keeps what that encoding loses (the server's
+    error of Tang et al., 2019, "DoubleSqueeze"), in the part of the memory that its own shard does not need.
+    ``answer`` is the codec of the second encoding, by default that of the first: one bit is too little for
+    both. With two ranks it is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
     """
 
     codec: Codec

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Shards:
     """A bucket in one shard for each rank, which combines what all ranks sent it of that shard.
 
-    A rank's own shard is not sent, so it is not encoded and loses nothing. In its place of the residual the
+    A rank's own shard is not sent, so it is not encoded and loses nothing. In that part of the residual the
     rank keeps what the encoding of the *answer* loses: one memory of the size of the gradient holds what
     both encodings lose. It has the unit of the others' residuals, a sum over the ranks, so it may move to
     another shard, or to a world of another size, and count as much there.

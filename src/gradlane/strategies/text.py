@@ -164,10 +164,10 @@ def saved_by(strategy: Strategy, text: str) -> bool:
     Version 0.1 left defaults out of the text, and an option may have been added since: options that are not
     in the text have today's defaults.
     """
-    mine = describe(strategy, shared_only=True)
-    if text in (mine, describe(strategy, short=True, shared_only=True)):
+    own = describe(strategy, shared_only=True)
+    if text in (own, describe(strategy, short=True, shared_only=True)):
         return True
     try:
-        return describe(parse(text), shared_only=True) == mine
+        return describe(parse(text), shared_only=True) == own
     except InvalidValue:
         return False

@@ -87,11 +87,11 @@ class WeightedMean(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
-        mine = self._step_weight.of(bucket)
+        own = self._step_weight.of(bucket)
         if type(self.inner) is Mean and self.max_share is None and not _narrowed(bucket):
-            return Reduced(await _in_one_message(bucket, mine))
+            return Reduced(await _in_one_message(bucket, own))
         flat = bucket.flat
-        factor = await self._factor(bucket, mine)
+        factor = await self._factor(bucket, own)
         wide = flat
         if (dtype := _wide(flat)) != flat.dtype:
             wide = bucket.empty("weighted", flat.numel(), dtype).copy_(flat)
@@ -100,31 +100,31 @@ class WeightedMean(Strategy):
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         return Reduced(reduced.mean if wide is flat else flat.copy_(reduced.mean))
 
-    async def _factor(self, bucket: Bucket, mine: RankWeight) -> float:
+    async def _factor(self, bucket: Bucket, own: RankWeight) -> float:
         """The factor that makes this rank's gradient its part of a plain mean."""
         self.check_world(bucket.world)
         # The bits of a double as an integer: no ``Cast`` around narrows it.
-        bits = torch.tensor([mine.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
+        bits = torch.tensor([own.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
         everyone = await all_gather((bits,))
         if bits.device.type == "meta":
             return 1.0
         weights = [row.view(torch.float64).item() for (row,) in everyone]
         if not any(weights):
             raise _nobody_counts(bucket, 0.0)
-        if not mine.weight:
+        if not own.weight:
             return 0.0
         share = shares(weights, self.max_share)[bucket.rank]
-        return share * bucket.divisor() * (mine.factor / mine.weight)
+        return share * bucket.divisor() * (own.factor / own.weight)
 
 
-async def _in_one_message(bucket: Bucket, mine: RankWeight) -> Tensor:
+async def _in_one_message(bucket: Bucket, own: RankWeight) -> Tensor:
     flat = bucket.flat
     message = bucket.empty("weighted mean", flat.numel() + 1, _wide(flat))
-    if mine.weight:
-        message[:-1].copy_(flat).mul_(mine.factor)
+    if own.weight:
+        message[:-1].copy_(flat).mul_(own.factor)
     else:
         message[:-1].zero_()
-    message[-1] = mine.weight
+    message[-1] = own.weight
     total = await all_reduce(message, op="sum")
     weights = total[-1]
     if weights.device.type != "meta" and not weights > 0:

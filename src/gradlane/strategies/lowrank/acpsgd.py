@@ -103,10 +103,10 @@ class AcpSGD(Strategy):
             return Reduced(narrowed_back(bucket, flat), bounded=bounded)
 
         def sent() -> Tensor:
-            mine = message_in(bucket.as_seen(own), parts, sizes, message.dense.numel())
+            seen = message_in(bucket.as_seen(own), parts, sizes, message.dense.numel())
             out = torch.empty_like(flat)
-            _expand_all(matrices, mine.factors, known, out, sends_p)
-            parts.scatter_dense(mine.dense, out)
+            _expand_all(matrices, seen.factors, known, out, sends_p)
+            parts.scatter_dense(seen.dense, out)
             return out.to(bucket.flat.dtype)
 
         return Reduced(narrowed_back(bucket, flat), sent, bounded)
