@@ -21,7 +21,8 @@ import gradlane as gl
 from gradlane.aggregate.mean import mean
 from gradlane.codecs.base import Codec
 from gradlane.core.collectives import all_gather, all_to_all
-from gradlane.strategies.shards import SALT, Shards, encoded
+from gradlane.strategies.encoding import SALT, encoded
+from gradlane.strategies.shards import Shards
 from gradlane.train.tasks import bytes_task
 from gradlane.train.worker import MOMENTUM, share_of_rate
 
@@ -38,10 +39,10 @@ class SecondEncoding(gl.Strategy):
         shards = Shards(self.codec, bucket)
         received = await all_to_all(shards.encoded())
         total = shards.combined(received, mean)
-        if bucket.residual_after is not None:
-            _own(bucket.residual_after, shards.size, bucket).zero_()
+        if bucket.feedback is not None and bucket.feedback.residual_out is not None:
+            _own(bucket.feedback.residual_out, shards.size, bucket).zero_()
         seed = bucket.seed(SALT + 1, shared=False)
-        answers = await all_gather(encoded(self.second, bucket, total, None, None, seed, "shard mean"))
+        answers = await all_gather(encoded(self.second, bucket, total, None, seed, "shard mean"))
         for rank, payload in enumerate(answers):
             part = _own(bucket.flat, shards.size, replace(bucket, rank=rank))
             whole = torch.empty(shards.size)

@@ -67,7 +67,7 @@ from .strategies.combined import Combined
 from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
 from .strategies.feedback import EF21, ErrorFeedback
-from .strategies.function import strategy_from
+from .strategies.from_function import strategy_from
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
 from .strategies.mean import Mean, Noop

@@ -19,7 +19,7 @@ from .feed.sharded_models import refuse_sharded
 from .lane.base import completed_future
 from .session.attachment import Attachment
 from .settings import ScaledOptions, Settings
-from .strategies.given import as_strategy
+from .strategies.as_strategy import as_strategy
 from .torch_internals import call_after_backward, registered_hook, steps_in_backward, uncompiled
 
 if TYPE_CHECKING:

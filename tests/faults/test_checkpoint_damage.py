@@ -20,9 +20,7 @@ from .harness import SEED
 LIMIT = 1.0  # seconds to a refusal
 STRATEGIES = {
     "feedback": lambda: gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))),
-    "low rank within a budget": lambda: gl.ErrorFeedback(
-        gl.PowerSGD(budget=0.9, every=2, min_compression_rate=0)
-    ),
+    "low rank": lambda: gl.ErrorFeedback(gl.PowerSGD(2, min_compression_rate=0)),
 }
 
 

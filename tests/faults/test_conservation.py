@@ -13,9 +13,9 @@ from .harness import drawing
 
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2}
 LARGEST = 10**6
-FEEDBACK = [name for name in WITH_FEEDBACK if name not in ("1-bit", "powersgd within a budget")]
-"""At two ranks nothing is encoded a second time, so the answer is what the ranks have sent. A budget refuses
-shapes that it cannot keep; the server of "1-bit" owes too."""
+FEEDBACK = [name for name in WITH_FEEDBACK if name != "1-bit"]
+"""At two ranks nothing is encoded a second time, so the answer is what the ranks have sent. The server of
+"1-bit" keeps a residual too."""
 
 
 def random_shape(chance):

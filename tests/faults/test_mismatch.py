@@ -35,7 +35,6 @@ OPTIONS = {
     "seed": ("PowerSGD(2, seed=1)", "PowerSGD(2, seed=2)"),
     "seed of the other": ("AcpSGD(2, seed=1)", "AcpSGD(2, seed=2)"),
     "iterations": ("PowerSGD(2)", "PowerSGD(2, iterations=2)"),
-    "budget": ("PowerSGD(budget=0.01)", "PowerSGD(budget=0.02)"),
     "momentum": ("DGC(0.01)", "DGC(0.01, momentum=0.8)"),
     "schedule": ("After(10, Sharded(Int8()))", "After(20, Sharded(Int8()))"),
     "rule": ("Combined(Median())", "Combined(GeometricMedian())"),

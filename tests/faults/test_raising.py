@@ -27,7 +27,6 @@ STATEFUL = (
     "ef21",
     "ef21 sharded",
     "powersgd",
-    "powersgd within a budget",
     "acpsgd",
     "momentum int4 feedback",
     "weighted feedback",

@@ -21,7 +21,6 @@ FAILS = 2
 STRATEGIES = {
     "watch": lambda: gl.Combined(gl.Median()),
     "ledger": lambda: gl.Private(gl.Mean(), clip=1.0, noise_multiplier=1.0),
-    "budget": lambda: gl.ErrorFeedback(gl.PowerSGD(budget=0.9, every=2, min_compression_rate=0)),
 }
 
 
@@ -63,9 +62,8 @@ def fail_once(rank, names):
 def test_a_failed_step_leaves_shared_state_alike(world):
     ranks = run_ranks(fail_once, world, list(STRATEGIES), deadline=120)
     for told in ranks:
-        for name in ("watch", "budget"):
-            before, after, _ = told[name]
-            assert equal(after, before), name
+        before, after, _ = told["watch"]
+        assert equal(after, before)
         steps = [state["inner"]["spent"]["steps"] for state in told["ledger"]]
         assert steps == [FAILS, FAILS + 1, FAILS + 4]  # it counts: something may have been sent
     for one, other in pairwise(ranks):

@@ -164,6 +164,11 @@ class Unfair(Base):
         return gl.Reduced(await gl.all_reduce(bucket.flat * 0.5))
 
 
+def with_memory(strategy, memory):
+    strategy.memory = memory
+    return strategy
+
+
 class Halves(gl.Memory):
     def carried(self, saved, rank, world):
         return {name: value * 0.5 for name, value in super().carried(saved, rank, world).items()}
@@ -193,12 +198,12 @@ BROKEN = [
     (PlainAttribute(), "a resumed run is the same", "after a stop in step 3"),
     (HiddenAttribute(), "a resumed run is the same", "after a stop in step 3"),
     (HiddenAttribute(), "an undone step leaves no trace", "after a step that was undone"),
-    (WrongNames(), "a resumed run is the same", "is no parameter of this model"),
+    (WrongNames(), "a resumed run is the same", "does not belong to this model"),
     (Counts(Listed()), "a resumed run is the same", "a list in 'counter/count'"),
     (Counts(), "an undone step leaves no trace", "Counts.counter is not as before"),
     (Counts(Stays()), "other ranks can go on", "does not say what becomes of it"),
     (
-        gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1)), memory=Halves(torch.float32)),
+        with_memory(gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))), Halves(torch.float32)),
         "other ranks can go on",
         "is different with",
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradlane as gl
-from gradlane.strategies.feedback import settled, squared_norm
+from gradlane.strategies.feedback import squared_norm
 
 from ..support.catalogue import STRATEGIES, WITH_FEEDBACK, GatheredMean, median
 from .test_laws import SHAPES, gradients, simulation
@@ -98,19 +98,31 @@ def test_a_steady_gradient_arrives_beside_outliers_at_any_number_of_ranks(codec,
     assert share == pytest.approx(1.0, abs=0.25)
 
 
-class TwoBuffers(gl.Strategy):
-    """Error feedback whose new residual goes to a buffer of its own, with anything in it before."""
+class TwoBuffers(gl.Memory):
+    """A memory that gives a buffer of its own for the new residual, with anything in it before."""
 
-    def __init__(self, feedback):
-        self.inner, self.memory = feedback.inner, feedback.memory
+    def buffers(self, bucket):
+        self.residual = super().buffers(bucket)[0]
+        self.before = self.residual.clone()
+        self.residual_out = torch.full_like(self.residual, torch.nan)
+        return self.residual, self.residual_out
+
+
+@dataclasses.dataclass
+class Apart(gl.Strategy):
+    """Error feedback whose new residual goes to a buffer of its own."""
+
+    inner: gl.ErrorFeedback
+
+    def __post_init__(self):
+        self.inner.memory = TwoBuffers(self.inner.dtype)
 
     async def reduce(self, bucket):
-        residual = self.memory.like(bucket)
-        before, left = residual.clone(), torch.full_like(residual, torch.nan)
-        reduced = await settled(self.inner, dataclasses.replace(bucket, residual=residual, residual_out=left))
-        assert torch.equal(residual, before)
-        residual.copy_(left)
-        return gl.Reduced(reduced.mean)
+        reduced = await self.inner.reduce(bucket)
+        memory = self.inner.memory
+        assert torch.equal(memory.residual, memory.before)
+        memory.residual.copy_(memory.residual_out)
+        return reduced
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
@@ -118,7 +130,7 @@ class TwoBuffers(gl.Strategy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_new_residual_beside_the_old_one_has_the_same_bits(name, world, dtype):
     in_place = simulation(name, world)
-    apart = gl.Simulation(TwoBuffers(STRATEGIES[name]()), world=world)
+    apart = gl.Simulation(Apart(STRATEGIES[name]()), world=world)
     for step in range(6):
         mine = gradients(world, step, dtype)
         if step in (2, 3):  # in a matrix, and beside it
@@ -128,7 +140,7 @@ def test_a_new_residual_beside_the_old_one_has_the_same_bits(name, world, dtype)
         for key in SHAPES:
             assert same(found[0][key], expected[0][key])
             for one, other in zip(in_place.strategies, apart.strategies, strict=True):
-                assert same(one.memory.state_dict()[key], other.memory.state_dict()[key])
+                assert same(one.memory.state_dict()[key], other.inner.memory.state_dict()[key])
 
 
 def same(x, y):
@@ -282,9 +294,9 @@ def test_what_does_not_go_together_is_refused_at_once(make, error, message):
 def test_feedback_round_a_narrowed_strategy_that_does_not_say_what_it_sent_is_refused():
     """A dry run refuses it too, before anything is trained."""
     feedback = gl.ErrorFeedback(gl.Cast(GatheredMean(), torch.bfloat16))
-    with pytest.raises(gl.InvalidValue, match="cannot tell what GatheredMean lost"):
+    with pytest.raises(gl.InvalidValue, match="cannot know what GatheredMean lost"):
         gl.dry_run(feedback, {"w": (300,)}, world=4)
-    with pytest.raises(gl.InvalidValue, match="cannot tell what GatheredMean lost"):
+    with pytest.raises(gl.InvalidValue, match="cannot know what GatheredMean lost"):
         gl.Simulation(feedback, world=3).step([{"w": torch.ones(300)}] * 3)
 
 

@@ -25,7 +25,6 @@ NAMES = (
     "ef21",
     "powersgd",
     "powersgd of buckets",
-    "powersgd within a budget",
     "acpsgd",
 )
 

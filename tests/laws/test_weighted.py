@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradlane as gl
+from gradlane.core.bucket import Feedback
 from gradlane.strategies.weights import shares
 
 from .test_laws import SHAPES, gradients
@@ -151,7 +152,7 @@ def test_feedback_outside_is_refused_with_the_way_out(feedback):
         async def reduce(self, bucket):
             from dataclasses import replace
 
-            return await gl.WeightedMean(1.0).reduce(replace(bucket, feedback=True))
+            return await gl.WeightedMean(1.0).reduce(replace(bucket, feedback=Feedback(want_sent=True)))
 
     with pytest.raises(gl.InvalidValue, match="feedback outside of WeightedMean"):
         gl.Simulation(Asks(), world=2).step(gradients(2))

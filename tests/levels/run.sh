@@ -8,7 +8,7 @@ python=${GRADLANE_PYTHON:-.venv/bin/python}
 
 # What a BLAS has a part in, and what must be the same bits after a resume.
 products=(tests/unit/test_rows.py tests/unit/test_products.py tests/unit/test_bf16_residual.py tests/laws/test_lowrank.py
-  tests/laws/test_budget.py tests/laws/test_aggregates.py tests/laws/test_narrow_memory.py tests/parity
+  tests/laws/test_aggregates.py tests/laws/test_narrow_memory.py tests/parity
   tests/faults/test_resume.py)
 # All else with numbers in it.
 others=(tests/unit/test_kernels.py tests/unit/test_finite.py tests/laws/test_laws.py tests/laws/test_codecs.py

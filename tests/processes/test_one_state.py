@@ -42,9 +42,9 @@ def twins(rank):
     first = gl.attach(one, shared, timeout=20)
     told["attach"] = refusal(gl.attach, two, shared, timeout=20)
     told["part of it"] = refusal(gl.attach, two, gl.After(3, then=shared), timeout=20)
-    told["memory"] = refusal(
-        gl.attach, two, gl.ErrorFeedback(gl.Gathered(gl.Int8()), memory=shared.memory), timeout=20
-    )
+    other = gl.ErrorFeedback(gl.Gathered(gl.Int8()))
+    other.memory = shared.memory
+    told["memory"] = refusal(gl.attach, two, other, timeout=20)
     plain = critic(7)
     stepped(plain, rank, 1)
     told["without DDP"] = refusal(gl.attach_without_ddp, plain, shared, timeout=20)

@@ -15,10 +15,14 @@ def orthonormal(columns):
 
 
 class PlainPowerSGD:
-    """Algorithms 1 and 2 of Vogels et al. (2019), every matrix in full."""
+    """Algorithms 1 and 2 of Vogels et al. (2019), every matrix in full.
 
-    def __init__(self, q, world, owes="own", iterations=1):
-        self.q, self.owes, self.iterations = q.T, owes, iterations
+    The residual of a rank is its matrix less P times its own Q (``subtracts="own"``), as ``gl.PowerSGD`` has
+    it, or less the averaged answer (``"mean"``), as the paper and torch have it.
+    """
+
+    def __init__(self, q, world, subtracts="own", iterations=1):
+        self.q, self.subtracts, self.iterations = q.T, subtracts, iterations
         self.errors = [torch.zeros(()) for _ in range(world)]
 
     def step(self, gradients):
@@ -29,7 +33,7 @@ class PlainPowerSGD:
             own = [m.T @ p for m in given]
             self.q = sum(own) / world
         answer = p @ self.q.T
-        taken = [p @ q.T for q in own] if self.owes == "own" else [answer] * world
+        taken = [p @ q.T for q in own] if self.subtracts == "own" else [answer] * world
         self.errors = [m - t for m, t in zip(given, taken, strict=True)]
         return answer
 

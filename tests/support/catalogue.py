@@ -164,7 +164,6 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "ef21 sharded": lambda: gl.EF21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),
     "powersgd": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1)),
-    "powersgd, as torch owes": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1, owes="mean")),
     "powersgd twice, cold": lambda: gl.PowerSGD(2, min_compression_rate=0, iterations=2, warm_start=False),
     "powersgd by name, bf16 memory": lambda: gl.ErrorFeedback(
         gl.PowerSGD({"a.*": 1}, min_compression_rate=1), torch.bfloat16
@@ -173,9 +172,6 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
         gl.Cast(gl.PowerSGD(1, min_compression_rate=1), torch.bfloat16)
     ),
     "powersgd of buckets": lambda: gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=0, view="bucket")),
-    "powersgd within a budget": lambda: gl.ErrorFeedback(
-        gl.PowerSGD(budget=0.95, every=4, min_compression_rate=0)
-    ),
     "acpsgd": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1)),
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "acpsgd, bf16 memory": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16),
@@ -195,12 +191,10 @@ WITH_FEEDBACK = (
     "top-k sharded",
     "random-k",
     "powersgd",
-    "powersgd, as torch owes",
     "powersgd by name, bf16 memory",
     "acpsgd, bf16 memory",
     "powersgd bf16",
     "powersgd of buckets",
-    "powersgd within a budget",
     "acpsgd",
     "acpsgd bf16",
     "bf16 feedback",

@@ -7,7 +7,7 @@ import torch
 
 import gradlane as gl
 from gradlane.strategies.accountant import Spent, epsilon_of, epsilon_of_all, renyi
-from gradlane.strategies.ledgers import begin_anew, follow
+from gradlane.strategies.ledgers import follow, reset_state
 
 OPACUS = {
     (1.0, 1.0, 1, 1e-5): 4.728507067217623,
@@ -104,7 +104,7 @@ def test_a_strategy_that_begins_anew_has_spent_what_it_has_spent():
     mean = gl.Cast(private(), torch.bfloat16)
     fresh = mean.state_dict()
     mean.inner.spent.steps = 50
-    begin_anew(mean, fresh)
+    reset_state(mean, fresh)
     assert mean.inner.spent.steps == 50
     assert mean.inner.epsilon(1e-5) == epsilon_of(1.0, 1.0, 50, 1e-5)
 

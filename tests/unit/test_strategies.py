@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradlane as gl
+from gradlane.core.bucket import Feedback
 from gradlane.kernels import native
 
 from ..support.catalogue import MajorityVote
@@ -102,7 +103,12 @@ def test_wrappers_refuse_what_is_no_strategy():
 
 def test_feedback_sees_what_a_cast_lost():
     bucket = gl.Bucket(
-        torch.tensor([1.0001, -3.0]), (gl.Slot("a", torch.Size((2,))),), 0, 0, 1, feedback=True
+        torch.tensor([1.0001, -3.0]),
+        (gl.Slot("a", torch.Size((2,))),),
+        0,
+        0,
+        1,
+        feedback=Feedback(want_sent=True),
     )
     gradient = bucket.flat.clone()
     running = gl.Cast(gl.Mean(), torch.bfloat16).reduce(bucket)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradlane as gl
-from gradlane.strategies.text import wrote
+from gradlane.strategies.text import saved_by
 
 from ..support.catalogue import Clipped, MajorityVote, median
 
@@ -133,11 +133,11 @@ def test_what_is_recorded_keeps_its_meaning_when_a_default_changes():
 
 def test_a_state_of_before_0_2_is_known_by_its_short_text():
     strategy = gl.parse("WeightedMean(2.0, ErrorFeedback(Gathered(TopK())))")
-    assert wrote(strategy, gl.describe(strategy, shared_only=True))
-    assert wrote(strategy, "WeightedMean(inner=ErrorFeedback(Gathered(TopK())))")
-    assert wrote(gl.PowerSGD(), "PowerSGD()")
-    assert not wrote(gl.PowerSGD(), "PowerSGD(rank=2)")
-    assert not wrote(gl.PowerSGD(), "nothing")
+    assert saved_by(strategy, gl.describe(strategy, shared_only=True))
+    assert saved_by(strategy, "WeightedMean(inner=ErrorFeedback(Gathered(TopK())))")
+    assert saved_by(gl.PowerSGD(), "PowerSGD()")
+    assert not saved_by(gl.PowerSGD(), "PowerSGD(rank=2)")
+    assert not saved_by(gl.PowerSGD(), "nothing")
 
 
 def test_a_tensor_is_no_page_of_numbers():

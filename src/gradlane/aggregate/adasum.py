@@ -16,8 +16,8 @@ class AdaSum(GramRule):
     """``(1 - <a, b> / 2 |a|^2) a + (1 - <a, b> / 2 |b|^2) b``, pair by pair up a binary tree over the ranks.
 
     Maleki et al., 2021, "Scaling distributed training with adaptive summation". Orthogonal gradients are
-    added, equal ones averaged. Not robust: a wrong rank is heard in full. The tree goes by rank, so their
-    order matters where gradients are neither orthogonal nor equal; an odd one goes up as it is.
+    added, equal ones averaged. Not robust: a wrong rank counts in full. The tree goes by rank, so the order
+    of ranks matters where gradients are neither orthogonal nor equal; an odd one goes up unchanged.
     """
 
     def check(self, ranks: int) -> None:

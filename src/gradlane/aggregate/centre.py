@@ -1,4 +1,4 @@
-"""Rules that look for the centre of the gradients, step by step, with weights on the ranks."""
+"""Rules that find the centre of the gradients by iteration, with weights on the ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .distances import Majority
 from .mixture import Mixture
 from .rule import GramRule, check_count
 
-SETTLED = 1e-12  # the weights change less than that
+CONVERGED = 1e-12  # stop when the weights change by less
 
 
 @dataclass(frozen=True)
 class GeometricMedian(GramRule):
     """The point with the smallest sum of distances to all gradients, by the smoothed Weiszfeld algorithm:
-    weights ``w_i = 1 / max(|g_i - z|, smoothing)``, in equal shares of 1, and z their mean, again and again.
+    weights ``w_i = 1 / max(|g_i - z|, smoothing)``, divided by their sum, and z the weighted mean, repeated.
 
     Pillutla et al., 2022, "Robust aggregation for federated learning" (RFA). Breakdown point 1/2.
-    ``smoothing`` is in parts of the radius of the closest majority. It starts at the mean of the majority
-    that is closest together, not at the mean of all: wrong ranks that are very far would take many
-    iterations to forget.
+    ``smoothing`` is a fraction of the radius of the closest majority. It starts at the mean of the majority
+    that is closest together, not at the mean of all, which wrong ranks could move so far that many iterations
+    were needed to come back.
     """
 
     iterations: int = 100
@@ -37,7 +37,7 @@ class GeometricMedian(GramRule):
             raise InvalidValue(f"smoothing={self.smoothing!r} is not possible; use a positive number")
 
     def check(self, ranks: int) -> None:
-        """Any number of ranks has one."""
+        """Any number of ranks."""
 
     def mixture(self, gram: Tensor) -> Mixture:
         majority = Majority(gram)
@@ -48,7 +48,7 @@ class GeometricMedian(GramRule):
             before = weights
             nearness = 1 / majority.distances_to(weights).clamp(min=least)
             weights = nearness / nearness.sum()
-            if float((weights - before).abs().max()) < SETTLED:
+            if float((weights - before).abs().max()) < CONVERGED:
                 break
         return Mixture(weights.view(1, -1))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 def squared_distances(gram: Tensor) -> Tensor:
     """|g_i - g_j|^2 = <g_i, g_i> + <g_j, g_j> - 2 <g_i, g_j>.
 
-    What cancels is exact to 1e-16 of the squared norms, so distances are known where gradients agree in all
-    but the seventh digit, which is all that fp32 has.
+    The cancellation leaves an error of 1e-16 of the squared norms, so even the distance of gradients that
+    differ only in the seventh digit, the last one of fp32, is known.
     """
     norms = gram.diagonal()
     square = norms[:, None] + norms[None, :] - 2 * gram
@@ -18,16 +18,15 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 def nearest(squares: Tensor, count: int) -> Tensor:
-    """For each, the ``count`` that are nearest to it, itself first; of equals the one of lower rank."""
-    mine = squares.clone().fill_diagonal_(-1)
-    return torch.argsort(mine, dim=1, stable=True)[:, :count]
+    """For each gradient the ``count`` nearest ones, itself first; among equals the lower rank first."""
+    self_first = squares.clone().fill_diagonal_(-1)
+    return torch.argsort(self_first, dim=1, stable=True)[:, :count]
 
 
 class Majority:
-    """The n // 2 + 1 gradients that are nearest to the medoid, which has the smallest sum of distances to
-    all.
+    """The n // 2 + 1 gradients nearest to the medoid, the gradient with the smallest sum of distances to all.
 
-    No minority moves them far: where an iteration begins, and what it measures lengths by.
+    No minority can move them far, so iterations start at their mean and measure lengths by their radius.
     """
 
     def __init__(self, gram: Tensor) -> None:
@@ -35,13 +34,13 @@ class Majority:
         self.medoid = int(squares.sqrt().sum(1).argmin())
         self.members = nearest(squares, ranks // 2 + 1)[self.medoid]
         self.radius = float(squares[self.medoid, self.members].max().sqrt())
-        # With the medoid as the origin what all have in common is gone. From inner products, not from
-        # distances: those of gradients far away would drown the others.
+        # Inner products with the medoid as the origin, so that what all gradients have in common cancels. Not
+        # computed from distances: those of gradients far away would drown the others.
         across = gram[self.medoid]
         self._gram = gram - across[:, None] - across[None, :] + across[self.medoid]
 
     def mean(self) -> Tensor:
-        """Its mean, as weights of all ranks."""
+        """The mean of the majority, as weights of all ranks."""
         weights = self._gram.new_zeros(len(self._gram))
         weights[self.members] = 1 / len(self.members)
         return weights

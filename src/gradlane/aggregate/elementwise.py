@@ -1,4 +1,4 @@
-"""Rules for each element by itself: what lies in the middle of the ranks' values."""
+"""Rules for each element by itself: a mean of values in the middle of the ranks' values."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class TrimmedMean(WritingRule):
 
 @dataclass(frozen=True)
 class NearMedian(WritingRule):
-    """The mean of the ``keep`` values that are nearest to the median of each element: Bulyan's second
-    half."""
+    """For each element the mean of the ``keep`` values nearest to the median: Bulyan's second half."""
 
     keep: int
 

@@ -1,4 +1,4 @@
-"""Rules that choose ranks by how close they are to their nearest."""
+"""Rules that choose ranks by their distance to their nearest neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rule import GramRule, check_at_least, check_count, check_minority
 
 @dataclass(frozen=True)
 class Krum(GramRule):
-    """The gradient of one rank: that whose n - f - 2 nearest others are nearest, in squares.
+    """The gradient of one rank: the one with the smallest sum of squared distances to its n - f - 2 nearest.
 
     Blanchard et al., 2017, "Machine learning with adversaries". Needs n >= 2 f + 3: the breakdown point is
     (n - 3) / 2 of n. It uses one gradient of n, so its noise is that of one rank.
@@ -38,8 +38,8 @@ class Krum(GramRule):
 
 @dataclass(frozen=True)
 class MultiKrum(GramRule):
-    """The mean of the ``m`` gradients (n - f, unless said otherwise) whose n - f - 1 nearest others are
-    nearest.
+    """The mean of the ``m`` gradients (default n - f) with the smallest sums of squared distances to their
+    n - f - 1 nearest.
 
     After Blanchard et al., 2017, who count n - f - 2 neighbours. With one more, each of f wrong gradients
     has a right one among its neighbours when n > 2 f: far from all right ones it is never among the n - f
@@ -73,7 +73,7 @@ class MultiKrum(GramRule):
 
 @dataclass(frozen=True)
 class Bulyan(GramRule):
-    """n - 2 f gradients, chosen one after the other by Krum, and of each element the mean of the n - 4 f
+    """n - 2 f gradients, chosen one after the other by Krum; then for each element the mean of the n - 4 f
     values nearest to their median.
 
     El Mhamdi et al., 2018, "The hidden vulnerability of distributed learning in Byzantium". Needs n >= 4 f
@@ -92,21 +92,21 @@ class Bulyan(GramRule):
 
     def mixture(self, gram: Tensor) -> Mixture:
         squares, ranks = squared_distances(gram), len(gram)
-        left = list(range(ranks))
+        remaining = list(range(ranks))
         chosen: list[int] = []
         while len(chosen) < ranks - 2 * self.f:
-            among = squares[left][:, left]
-            best = by_closeness(among, max(1, len(left) - self.f - 2))[0]
-            chosen.append(left.pop(int(best)))
+            among = squares[remaining][:, remaining]
+            best = by_closeness(among, max(1, len(remaining) - self.f - 2))[0]
+            chosen.append(remaining.pop(int(best)))
         selected = torch.zeros(len(chosen), ranks, dtype=gram.dtype)
         selected[torch.arange(len(chosen)), torch.tensor(chosen)] = 1
         return Mixture(selected, NearMedian(ranks - 4 * self.f))
 
 
 def by_closeness(squares: Tensor, neighbours: int) -> Tensor:
-    """Ranks in the order of their sum of squared distances to so many nearest others, which is Krum's score.
+    """Ranks in the order of Krum's score: the sum of squared distances to so many nearest neighbours.
 
-    Two that are each other's nearest often have the same; then it goes by the distances to all.
+    Two that are each other's nearest often have the same score; then the distances to all decide.
     """
     ordered = squares.sort(dim=1).values[:, 1:]
     first = ordered.sum(1).argsort(stable=True)

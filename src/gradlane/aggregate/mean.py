@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def mean(rows: Tensor) -> Tensor:
-    """The mean over ranks. Exchanges know it, and do the same without making the rows."""
+    """The mean over ranks. Exchanges know it, and compute it without making the rows."""
     return rows.mean(0)

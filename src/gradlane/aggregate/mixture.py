@@ -1,4 +1,4 @@
-"""What a rule about whole vectors answers: combinations of the ranks' rows, and what makes one of them."""
+"""What a rule about whole vectors answers: linear combinations of the ranks' rows, and what joins them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .combine import combine_into
 from .rule import RowRule
 
 BLOCK = 8192  # columns of which mixed rows stay in the cache
-Room = Callable[[int], Tensor]
-"""From a number of elements to an fp32 tensor of them, which may hold anything."""
+Buffer = Callable[[int], Tensor]
+"""From a number of elements to an uninitialised fp32 tensor of that size."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Mixture:
         self.write(rows, out, lambda numel: rows.new_empty(numel))
         return out
 
-    def write(self, rows: Tensor, out: Tensor, room: Room) -> None:
+    def write(self, rows: Tensor, out: Tensor, buffer: Buffer) -> None:
         """The same, into ``out``."""
         weights = self.weights.to(rows)
         if self.then is None:
             torch.mv(rows.t(), weights[0], out=out)
             return
         count = len(weights)
-        mixed = room(count * min(BLOCK, len(out)))
+        mixed = buffer(count * min(BLOCK, len(out)))
         for start in range(0, len(out), BLOCK):
             block = rows[:, start : start + BLOCK]
             width = block.shape[1]

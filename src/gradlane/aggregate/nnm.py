@@ -15,12 +15,12 @@ from .rule import GramRule, RowRule, Rule, check_count, check_minority
 
 @dataclass(frozen=True)
 class NNM(GramRule):
-    """Every gradient is replaced by the mean of the n - f that are nearest to it, itself included; then comes
-    another rule.
+    """Replace every gradient by the mean of the n - f nearest to it, itself included; then apply another
+    rule.
 
     Allouah et al., 2023, "Fixing by mixing: a recipe for optimal Byzantine ML under heterogeneity":
     whatever robust rule follows, the error is of the smallest possible order. Needs n > 2 f, and what the
-    other rule needs; stands f wrong ranks, or as many as the other rule where that is fewer.
+    other rule needs; tolerates f wrong ranks, or as many as the other rule if that is fewer.
     """
 
     f: int
@@ -30,8 +30,8 @@ class NNM(GramRule):
     def __post_init__(self) -> None:
         check_count(self, "f")
         if not isinstance(self.then, RowRule | GramRule):
-            told = self.then.__name__ if isinstance(self.then, type) else type(self.then).__name__
-            raise WrongType(f"NNM then={told} is not a rule; write NNM({self.f}, then=TrimmedMean({self.f}))")
+            got = self.then.__name__ if isinstance(self.then, type) else type(self.then).__name__
+            raise WrongType(f"NNM then={got} is not a rule; write NNM({self.f}, then=TrimmedMean({self.f}))")
 
     def check(self, ranks: int) -> None:
         check_minority(self, self.f, ranks)

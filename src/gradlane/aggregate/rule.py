@@ -1,4 +1,4 @@
-"""What a robust rule is: from all ranks' rows to one, with a limit to how many ranks may be wrong."""
+"""What a robust rule is: it makes one row of all ranks' rows, of which a limited number may be wrong."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Rule(ABC):
     """Make it a frozen dataclass of options: no state, comparable, with a text form."""
 
     wrong: ClassVar[str | None] = None
-    """The option that says how many ranks may be wrong, where there is one."""
+    """The name of the option that says how many ranks may be wrong, if there is one."""
 
     @abstractmethod
     def check(self, ranks: int) -> None:
         """Refuse a number of ranks that is too small for the options."""
 
     def without(self, excluded: int) -> Rule:
-        """The rule for the others, when so many wrong ranks were found and left out already."""
+        """The rule for the remaining ranks, after so many wrong ranks were found and left out."""
         if self.wrong is None:
             return self
         changed: dict[str, Any] = {self.wrong: max(0, getattr(self, self.wrong) - excluded)}
@@ -34,10 +34,10 @@ class Rule(ABC):
 
 
 class RowRule(Rule):
-    """A rule that looks at each element by itself, and so needs no more than a shard of each rank.
+    """A rule for each element by itself, which needs no more than a shard of each rank.
 
     It is an aggregate as well: ``Sharded(Raw(), Median())``. The rows must be finite. ``Combined`` leaves
-    out ranks that are not; ``Sharded`` and ``Gathered`` answer NaN for an element that is NaN on any rank.
+    out non-finite ranks; ``Sharded`` and ``Gathered`` answer NaN for an element that is NaN on any rank.
     """
 
     @abstractmethod
@@ -46,7 +46,7 @@ class RowRule(Rule):
 
 
 class WritingRule(RowRule):
-    """A rule for elements that writes its answer where it is wanted, and so allocates nothing."""
+    """A rule for elements that writes its answer into a given tensor, and allocates nothing."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         out = rows.new_empty(rows.shape[1])
@@ -59,7 +59,7 @@ class WritingRule(RowRule):
 
 
 class GramRule(Rule):
-    """A rule about the gradients as whole vectors: all that it needs is their Gram matrix."""
+    """A rule about gradients as vectors: it needs only their Gram matrix."""
 
     @abstractmethod
     def mixture(self, gram: Tensor) -> Mixture:
@@ -67,19 +67,19 @@ class GramRule(Rule):
 
 
 def check_count(rule: object, name: str, least: int = 0) -> None:
-    """That the option is a whole number, and not below its least value."""
+    """Refuse an option that is not a whole number, or below its least value."""
     value = getattr(rule, name)
     if not is_whole(value):
-        raise WrongType(f"{_called(rule)} {name} is a {type(value).__name__}; give a whole number")
+        raise WrongType(f"{_name(rule)} {name} is a {type(value).__name__}; give a whole number")
     if value < least:
-        raise InvalidValue(f"{_called(rule)} {name}={value} is not possible; use {least} or more")
+        raise InvalidValue(f"{_name(rule)} {name}={value} is not possible; use {least} or more")
 
 
 def check_minority(rule: object, f: int, ranks: int) -> None:
-    """No rule can tell wrong ranks that are half of all from right ones."""
+    """Refuse wrong ranks that may be half of all: no rule can tell them from right ones."""
     if 2 * f >= ranks:
         raise InvalidValue(
-            f"{_called(rule)} f={f} is no minority of {ranks} ranks; use f < {-(-ranks // 2)}, or at least "
+            f"{_name(rule)} f={f} is not a minority of {ranks} ranks; use f < {-(-ranks // 2)}, or at least "
             f"{2 * f + 1} ranks"
         )
 
@@ -88,9 +88,9 @@ def check_at_least(rule: object, f: int, ranks: int, least: int, most_f: int) ->
     if ranks < least:
         way_out = f"f={most_f} at most, or " if most_f >= 0 else ""
         raise InvalidValue(
-            f"{_called(rule)} f={f} needs {least} ranks, and there are {ranks}; use {way_out}another rule"
+            f"{_name(rule)} f={f} needs {least} ranks, and there are {ranks}; use {way_out}another rule"
         )
 
 
-def _called(rule: object) -> str:
+def _name(rule: object) -> str:
     return type(rule).__name__

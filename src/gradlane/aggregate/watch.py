@@ -1,4 +1,4 @@
-"""Naming the rank that is wrong: who stays far from the others, step after step."""
+"""Naming a rank that is wrong: one that stays far from the others, step after step."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from ..core.numbers import is_number
 from ..core.world_change import Shared
 from ..errors import InvalidValue
 from ..log import log
-from .decision import judged
+from .decision import decide
 from .mean import mean
 from .rule import check_count
 
-NOTHING = 1e-3  # of the median norm: who sends less sends next to nothing
-FEWEST = 3  # of two nobody can say which is the outlier
+NOTHING = 1e-3  # a rank with less than this share of the median norm sends next to nothing
+FEWEST = 3  # ranks; of two nobody can say which is the outlier
 
 
 @dataclass
 class Watch(Shared):
-    """Warns of a rank that has been an outlier for ``patience`` steps in a row, and when it is back.
+    """Warns of a rank that has been an outlier for ``patience`` steps in a row, and again when it is back.
 
-    An outlier has a median distance to the others of more than ``factor`` times what is usual among all, or
+    An outlier has a median distance to the others of more than ``factor`` times the median over all ranks, or
     sends next to nothing while the others send something. An honest rank with three times the noise of the
     others is at 2.2 times the usual distance, sqrt(1 + 9) / sqrt(1 + 1). A wrong rank whose distance hides
     in the noise of honest gradients is not seen.
 
-    A warning is logged by rank 0 and by the rank that it is about. Every step is looked at when the next
-    one begins.
+    Rank 0 logs a warning, and the rank that it is about. Every step is checked when the next one begins.
     """
 
     factor: float = 3.0
@@ -46,46 +45,46 @@ class Watch(Shared):
         self._forget()
 
     def _forget(self) -> None:
-        self._pending: tuple[int, Tensor] | None = None  # a step, and what was seen of it
-        self._runs: dict[int, list[int]] = {}  # by rank: since which step, for how many, whether it was named
-        self._broken: set[int] = set()  # ranks that were not finite when last heard of
-        self._before: dict[str, Any] | None = None  # as it was before the step under way
+        self._pending: tuple[int, Tensor] | None = None  # a step, and its figures so far
+        self._runs: dict[int, list[int]] = {}  # by rank: first step, number of steps, whether it was named
+        self._nonfinite: set[int] = set()  # ranks that were non-finite in the last step
+        self._before: dict[str, Any] | None = None  # its attributes before the current step
 
     def keep(self) -> None:
         self._before = None
 
     def undo(self) -> None:
-        """What was said is said; but all ranks have seen the same again."""
+        """Warnings stay logged; but the figures of all ranks are equal again."""
         vars(self).update(self._before or {})
         self._before = None
 
-    def add(self, step: int, seen: Tensor, broken: Iterable[int], me: int) -> None:
-        """One more part of a step's figures, as ``judged`` reads them, and who is left out by them."""
+    def add(self, step: int, seen: Tensor, nonfinite: Iterable[int], me: int) -> None:
+        """Add figures of a step, as ``decide`` reads them, and the ranks that they leave out."""
         if self.undoable and self._before is None:
             runs = {rank: list(run) for rank, run in self._runs.items()}
-            self._before = {"_pending": self._pending, "_runs": runs, "_broken": set(self._broken)}
+            self._before = {"_pending": self._pending, "_runs": runs, "_nonfinite": set(self._nonfinite)}
         if self._pending is not None and self._pending[0] == step:
             self._pending = (step, self._pending[1] + seen)
         else:
             if self._pending is not None:
-                self._judge(*self._pending, me)
+                self._check(*self._pending, me)
             self._pending = (step, seen.clone())
-        self._name_broken(step, set(broken), me)
+        self._warn_of_nonfinite(step, set(nonfinite), me)
 
-    def _name_broken(self, step: int, broken: set[int], me: int) -> None:
-        """Warn at once, and once: not again in the next buckets or steps in which they are broken."""
-        for rank in sorted(broken - self._broken):
+    def _warn_of_nonfinite(self, step: int, nonfinite: set[int], me: int) -> None:
+        """Warn at once, and once: not again in later buckets or steps in which they are non-finite."""
+        for rank in sorted(nonfinite - self._nonfinite):
             _warn(me, rank, "rank %d sent values that are not finite in step %d and is left out", rank, step)
-        self._broken |= broken
+        self._nonfinite |= nonfinite
 
-    def _judge(self, step: int, seen: Tensor, me: int) -> None:
-        verdict = judged(mean, seen, step)
-        self._broken &= set(verdict.broken)
-        if len(verdict.heard) < FEWEST:
+    def _check(self, step: int, seen: Tensor, me: int) -> None:
+        decision = decide(mean, seen, step)
+        self._nonfinite &= set(decision.nonfinite)
+        if len(decision.included) < FEWEST:
             return
-        far, norms = verdict.times_as_far.tolist(), verdict.norms
+        far, norms = decision.times_as_far.tolist(), decision.norms
         silent = (norms <= NOTHING * norms.median()) & (norms.median() > 0)
-        for rank, times, nothing in zip(verdict.heard, far, silent.tolist(), strict=True):
+        for rank, times, nothing in zip(decision.included, far, silent.tolist(), strict=True):
             if times > self.factor or nothing:
                 self._outlier(step, rank, times, nothing, me)
             elif self._runs.pop(rank, [0, 0, 0])[2]:
@@ -108,12 +107,12 @@ class Watch(Shared):
             saved |= {"step": self._pending[0], "seen": self._pending[1].clone()}
         if self._runs:
             saved["runs"] = torch.tensor([[rank, *run] for rank, run in sorted(self._runs.items())])
-        if self._broken:
-            saved["broken"] = torch.tensor(sorted(self._broken))
+        if self._nonfinite:
+            saved["broken"] = torch.tensor(sorted(self._nonfinite))
         return saved
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """Nothing: other ranks have these numbers now."""
+        """Nothing: the numbers of the ranks mean other ranks now."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,7 +125,7 @@ class Watch(Shared):
                     rank: [since, steps, named] for rank, since, steps, named in state["runs"].tolist()
                 }
             if "broken" in state:
-                self._broken = {int(rank) for rank in state["broken"].tolist()}
+                self._nonfinite = {int(rank) for rank in state["broken"].tolist()}
         except (AttributeError, KeyError, TypeError, ValueError):
             self._forget()
             raise InvalidValue("the state of Watch is damaged; pass what its state_dict() gave") from None

@@ -12,7 +12,7 @@ from ..core.strategy import Leaf, named_states
 from ..core.world_change import Carried, Fits, Fitting, Slots
 from ..errors import InvalidValue, RanksDisagree
 from ..log import log
-from ..strategies.text import wrote
+from ..strategies.text import saved_by
 from .files import Files
 from .folder import checkpoints_in
 from .manifest import Manifest
@@ -107,7 +107,7 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
 
 
 def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
-    if not wrote(subject.strategy, manifest.strategy):
+    if not saved_by(subject.strategy, manifest.strategy):
         raise InvalidValue(
             f"it was saved by {manifest.strategy}, this run has {subject.text}; begin with the strategy "
             "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..agree.board import Board, Document
 from ..agree.compare import as_note, objection, refuse_differences, refuse_objections
 from ..core.strategy import named_states
-from ..core.stray import refuse_stray
+from ..core.unsaved_state import refuse_unsaved_state
 from ..core.world_change import Fits
 from ..errors import GradlaneError, InvalidValue, NotSaved
 from .folder import checkpoints_in, clean, commit, remove, write_whole
@@ -26,7 +26,7 @@ def save(board: Board, path: Path, subject: Subject, layout: Callable[[], Layout
     its files are removed only when all ranks see the new one. ``layout`` is asked when all are there: it may
     be a collective."""
     same = {"step": subject.step, "strategy": subject.text}
-    against = objection(lambda: refuse_stray(subject.strategy))
+    against = objection(lambda: refuse_unsaved_state(subject.strategy))
     own = {"has": _tokens(path), "objection": as_note(against)}
     token, notes = board.agree("save/begin", {**same, **own}, doing="save")
     try:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.message import PayloadLayout
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
 
-Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
 
@@ -27,7 +27,7 @@ class Codec(ABC):
 
     @property
     def linear(self) -> bool:
-        """Payloads may be summed on the wire: all parts are float, and the sum decodes to the sum."""
+        """Payloads may be summed on the wire: all their tensors are float, and the sum decodes to the sum."""
         return False
 
     @property
@@ -36,20 +36,20 @@ class Codec(ABC):
         return 1
 
     @abstractmethod
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         """Shapes and dtypes of the payload of ``numel`` elements: this is what goes over the wire."""
 
     def encode(self, flat: Tensor, seed: int, out: Payload | None = None) -> Payload:
-        """The payload of ``flat``, which is left as it is. ``out``: tensors of the layout to write into."""
-        payload = self._room(flat, out)
+        """The payload of ``flat``, which does not change. ``out``: tensors of the layout to write into."""
+        payload = self._payload(flat, out)
         if _holds_numbers(flat):
             self._encode(_single(flat), seed, payload)
         return payload
 
     def decode(self, payload: Payload, out: Tensor, seed: int = 0) -> Tensor:
-        """What the payload stands for, written into ``out`` and returned."""
+        """Decode the payload into ``out``, and return it."""
         self._check(payload, out)
-        return _written(out, lambda wide: self._decode(payload, wide, seed))
+        return _filled(out, lambda wide: self._decode(payload, wide, seed))
 
     def add_decoded(self, payload: Payload, into: Tensor, seed: int = 0) -> None:
         """``into += decoded``, in one pass where the kernels are compiled."""
@@ -66,12 +66,12 @@ class Codec(ABC):
     def decode_sum(
         self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float = 1.0
     ) -> Tensor:
-        """The sum of what the payloads stand for, in their order, times ``factor``, written into ``out`` in
-        one pass. Scales or values take the factor as they are read, where there are such; else the sum does.
+        """Write the sum of the decoded payloads, in their order, times ``factor``, into ``out`` in one pass.
+        Scales or values are multiplied as they are read, if there are any; otherwise the sum is.
         """
         for payload in payloads:
             self._check(payload, out)
-        return _written(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
+        return _filled(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
 
     def encode_with_feedback(
         self,
@@ -81,40 +81,36 @@ class Codec(ABC):
         out: Payload | None = None,
         residual_out: Tensor | None = None,
     ) -> Payload:
-        """Error feedback in one pass (EF14, Seide et al. 2014): with p = gradient + residual, the payload is
-        that of p, and ``residual_out`` becomes p less what the payload decodes to; where it is not given,
-        that is
-        ``residual`` itself, which stays as it is otherwise, like ``gradient``. What is left is finite,
-        whatever
-        the gradient: where p is not, it is the old residual, or begins at 0.
+        """Error feedback in one pass (EF14, Seide et al. 2014): p = gradient + residual, the payload is that
+        of p, and residual_out = p - decoded payload.
+
+        Without ``residual_out`` the residual is updated in place; with it, ``residual`` does not change. The
+        gradient never changes. The new residual is always finite: where p is not, it is the old residual, or
+        0.
         """
-        payload = self._room(gradient, out)
+        payload = self._payload(gradient, out)
         residual_out = residual if residual_out is None else residual_out
         _check_residual(gradient, residual, residual_out)
-        if (
-            _holds_numbers(gradient) and residual.dtype == torch.float64
-        ):  # what fp32 cannot hold is residual too
+        if not _holds_numbers(gradient):
+            return payload
+        if residual.dtype == torch.float64:  # the residual includes what fp32 cannot hold
             self._encode(_single(torch.add(residual, gradient, out=residual_out)), seed, payload)
             keep_finite(residual_out.sub_(self.decode(payload, torch.empty_like(residual_out), seed)))
-        elif _holds_numbers(gradient):
-            wide = residual if _is_single(residual) else _single(residual)
-            room = (
-                residual_out
-                if _is_single(residual_out)
-                else torch.empty_like(wide)
-                if wide is residual
-                else wide
-            )
-            self._encode_with_feedback(_single(gradient), wide, room, seed, payload)
-            if room is not residual_out:
-                residual_out.copy_(room)
-            if not self.bounded(payload):  # close to the largest number rounding may have passed it
+        else:
+            before = residual if _is_single(residual) else _single(residual)
+            after = residual_out
+            if not _is_single(residual_out):
+                after = torch.empty_like(before) if before is residual else before
+            self._encode_with_feedback(_single(gradient), before, after, seed, payload)
+            if after is not residual_out:
+                residual_out.copy_(after)
+            if not self.bounded(payload):  # near the largest number, rounding may have overflowed
                 keep_finite(residual_out)
         return payload
 
     def bounded(self, payload: Payload) -> bool:
-        """Whether all that this payload was made of is finite and small enough to be summed by any number of
-        ranks, as far as a glance at it tells; if not, somebody has to look at what comes out."""
+        """Whether the payload itself shows that it was made of values that are finite and small enough to be
+        summed over any number of ranks. If it does not, the answer has to be checked."""
         return False
 
     @abstractmethod
@@ -141,13 +137,13 @@ class Codec(ABC):
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
     ) -> None:
-        """``residual_out`` may be ``residual``, and holds anything else before."""
+        """``residual_out`` may be ``residual``; otherwise its old contents are ignored."""
         self._encode(torch.add(residual, gradient, out=residual_out), seed, payload)
         decoded = torch.empty_like(residual_out)
         self._decode(payload, decoded, seed)
         keep_finite(residual_out.sub_(decoded))
 
-    def _room(self, flat: Tensor, out: Payload | None) -> Payload:
+    def _payload(self, flat: Tensor, out: Payload | None) -> Payload:
         _checked(flat, type(self).__name__)
         if out is None:
             return tuple(
@@ -172,13 +168,13 @@ class Codec(ABC):
             wanted = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in layout)
             raise InvalidValue(
                 f"{type(self).__name__} of {flat.numel()} elements on {flat.device} has the payload "
-                f"({wanted}), got ({', '.join(_told(part) for part in payload)}); "
+                f"({wanted}), got ({', '.join(_described(part) for part in payload)}); "
                 f"make it with layout({flat.numel()})"
             )
 
 
-def _written(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
-    """``out``, written by a function that knows fp32 only."""
+def _filled(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    """``out``, filled by a function that writes fp32 only."""
     if _holds_numbers(out):
         wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
         write(wide)
@@ -188,17 +184,17 @@ def _written(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
 
 
 def keep_finite(residual: Tensor) -> None:
-    """Begin again at 0 where it is not finite."""
+    """Set non-finite values to 0."""
     if not all_finite(residual):
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _checked(flat: Tensor, codec: str) -> None:
     if not isinstance(flat, Tensor) or not flat.is_floating_point() or flat.is_sparse:
-        told = _told(flat) if isinstance(flat, Tensor) else type(flat).__name__
-        raise WrongType(f"{codec} takes dense floating-point tensors, got {told}")
+        got = _described(flat) if isinstance(flat, Tensor) else type(flat).__name__
+        raise WrongType(f"{codec} takes dense floating-point tensors, got {got}")
     if flat.dim() != 1:
-        raise InvalidValue(f"{codec} takes flat tensors, got {_told(flat)}; pass flat.view(-1)")
+        raise InvalidValue(f"{codec} takes flat tensors, got {_described(flat)}; pass flat.view(-1)")
 
 
 def _check_residual(gradient: Tensor, residual: Tensor, residual_out: Tensor) -> None:
@@ -208,8 +204,8 @@ def _check_residual(gradient: Tensor, residual: Tensor, residual_out: Tensor) ->
         or residual.device != gradient.device
     ):
         raise InvalidValue(
-            f"residual is {_told(residual)}; it must be float32, bfloat16 or float64 and otherwise like the "
-            f"gradient, which is {_told(gradient)}"
+            f"residual is {_described(residual)}; it must be float32, bfloat16 or float64 and otherwise like "
+            f"the gradient, which is {_described(gradient)}"
         )
     if (
         residual_out.dtype != residual.dtype
@@ -217,7 +213,8 @@ def _check_residual(gradient: Tensor, residual: Tensor, residual_out: Tensor) ->
         or residual_out.device != residual.device
     ):
         raise InvalidValue(
-            f"residual_out is {_told(residual_out)}; it must be like residual, which is {_told(residual)}"
+            f"residual_out is {_described(residual_out)}; it must be like residual, which is "
+            f"{_described(residual)}"
         )
 
 
@@ -237,5 +234,5 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _told(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""What codecs that work block by block have in common: pieces, padding, kernels, feedback."""
+"""What codecs that work block by block share: pieces, padding, kernels, feedback."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.collectives import Payload
-from ..core.numbers import is_small
+from ..core.message import PayloadLayout
+from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import Keys, keys_of
 from ..kernels.native import native_for
-from .base import PIECE, Codec, Layout
+from .base import PIECE, Codec
 
 STEP, LARGEST = 32, 8192  # a block is a multiple of the first, and fits the kernels' buffers
 TINIEST = 2.0**-100
@@ -28,21 +29,21 @@ class Rows(NamedTuple):
 
     values: Tensor
     first: int
-    """Index of the first element in the whole."""
+    """Index of the first element in the flat gradient."""
     filled: int
     """Elements of each row that are not padding."""
 
 
 class BlockCodec(Codec):
-    """Each block of ``block`` elements becomes codes of ``bits`` bits and one entry beside them.
+    """Each block of ``block`` elements becomes codes of ``bits`` bits and one entry beside them, its scale.
 
-    A subclass says how in torch, row by row; ``form`` and ``flags`` name the same thing to the kernels.
+    A subclass does this in torch, row by row; ``form`` and ``flags`` select the same codec in the kernels.
     """
 
     form: ClassVar[int]
     bits: ClassVar[int]
     beside: ClassVar[torch.dtype] = torch.float32
-    """Of the scales."""
+    """The dtype of the scales."""
     padded: bool = False
     """The last block's padding is sent too."""
     flags: int = 0
@@ -52,17 +53,17 @@ class BlockCodec(Codec):
     def granularity(self) -> int:
         return self.block
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         blocks = -(-numel // self.block)
         coded = blocks * self.block if self.padded else numel
         return (((-(-coded * self.bits // 8),), torch.uint8), ((blocks,), self.beside))
 
     def bounded(self, payload: Payload) -> bool:
-        return payload[1].is_floating_point() and is_small(payload[1])  # no scale is NaN, or infinite
+        return payload[1].is_floating_point() and is_bounded(payload[1])  # no scale is NaN, or infinite
 
     @abstractmethod
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Codes (uint8) and what goes beside them, row by row."""
+        """Codes (uint8) and scales, row by row."""
 
     @abstractmethod
     def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
@@ -89,8 +90,8 @@ class BlockCodec(Codec):
             piece = residual[start:stop]
             sums = piece + gradient[start:stop]
             self._encode_piece(sums, start, rows, keys, payload)
-            rest = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
-            residual_out[start:stop] = torch.where(rest.isnan(), piece, rest)
+            lost = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
+            residual_out[start:stop] = torch.where(lost.isnan(), piece, lost)
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
         keys = keys_of(seed)
@@ -127,28 +128,28 @@ class BlockCodec(Codec):
 
     def _pieces(self, numel: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
         """(start, stop, rows): full blocks in pieces that fit the cache, then the last, if not full."""
-        whole = numel // self.block * self.block
-        size = max(1, PIECE // self.block) * self.block if device.type == "cpu" else max(1, whole)
-        for start in range(0, whole, size):
-            stop = min(start + size, whole)
+        full = numel // self.block * self.block  # elements in full blocks
+        size = max(1, PIECE // self.block) * self.block if device.type == "cpu" else max(1, full)
+        for start in range(0, full, size):
+            stop = min(start + size, full)
             yield start, stop, (stop - start) // self.block
-        if whole < numel:
-            yield whole, numel, 1
+        if full < numel:
+            yield full, numel, 1
 
     def _encode_piece(self, piece: Tensor, start: int, rows: int, keys: Keys, payload: Payload) -> None:
         count = piece.numel() // rows
         values = piece if count == self.block else pad(piece, (0, self.block - count))
         found = self._encode_rows(Rows(values.view(rows, self.block), start, count), keys)
-        for part, whole in zip(found, payload, strict=True):
-            room = whole[start // self.block * part[0].numel() :][: part.numel()]
-            room.copy_(part.reshape(-1)[: room.numel()])
+        for part, total in zip(found, payload, strict=True):
+            target = total[start // self.block * part[0].numel() :][: part.numel()]
+            target.copy_(part.reshape(-1)[: target.numel()])
 
     def _decode_piece(
         self, payload: Payload, start: int, stop: int, rows: int, keys: Keys, factor: float = 1.0
     ) -> Tensor:
         parts = []
-        for whole, width in zip(payload, self._widths(), strict=True):
-            part = whole[start // self.block * width :][: rows * width]
+        for total, width in zip(payload, self._widths(), strict=True):
+            part = total[start // self.block * width :][: rows * width]
             missing = rows * width - part.numel()
             parts.append((pad(part, (0, missing)) if missing else part).view(rows, width))
         side = parts[1] if factor == 1.0 else parts[1].to(torch.float32) * factor  # the scales
@@ -172,10 +173,10 @@ def check_block(codec: str, block: int, *, power_of_two: str = "") -> None:
 
 
 def scaled(rows: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Rows scaled so that the largest magnitude of each becomes ``top``, and what undoes it.
+    """Rows scaled so that the largest magnitude of each becomes ``top``, and the scales that undo it.
 
-    A block with NaN or Inf becomes zeros with the scale NaN, one without anything to speak of zeros with
-    the scale 0. Tensors are divided by tensors: torch replaces a division by a number on some devices.
+    A block with NaN or Inf becomes zeros with the scale NaN; one whose values are all tiny becomes zeros with
+    the scale 0. Tensors are divided by tensors: some devices replace a division by a number by a product.
     """
     largest = rows.abs().amax(1)
     tops = torch.full_like(largest, top)

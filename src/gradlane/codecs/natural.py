@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.message import PayloadLayout
 from ..kernels.counter import Keys, draws
-from .base import Layout
 from .blockwise import BlockCodec, Rows
 from .packing import pack_bits, unpack_bits
 
@@ -21,8 +21,8 @@ EXPONENT = 23  # the first bit of a float's exponent
 
 @dataclass(frozen=True)
 class Natural(BlockCodec):
-    """Natural compression (Horvath et al., 2019): each element goes up or down to a power of two, by
-    chance, so that its mean stays. Nine bits: a byte of exponents, and the signs.
+    """Natural compression (Horvath et al., 2019): each element is rounded up or down to a power of
+    two, at random, so that its mean stays. Nine bits: a byte of exponents, and the signs.
 
     Random bits are added below the exponent: they carry into it with the right probability. Only
     magnitudes above 2**127, which have no power of two above them, are rounded down.
@@ -30,13 +30,13 @@ class Natural(BlockCodec):
 
     form: ClassVar[int] = 6
     bits: ClassVar[int] = 8
-    block: ClassVar[int] = 1024  # type: ignore[misc]  # nothing is shared within it; the kernels want some size
+    block: ClassVar[int] = 1024  # type: ignore[misc]  # elements share nothing; the kernels need some size
 
     @property
     def granularity(self) -> int:
         return 8  # signs fill bytes
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         return (((numel,), torch.uint8), ((-(-numel // 8),), torch.uint8))
 
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -54,6 +54,6 @@ class Natural(BlockCodec):
     def _decode_sum(
         self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
     ) -> None:
-        super()._decode_sum(payloads, out, seeds, 1.0)  # there are no scales
+        super()._decode_sum(payloads, out, seeds, 1.0)  # there are no scales to multiply
         if factor != 1.0:
             out.mul_(factor)

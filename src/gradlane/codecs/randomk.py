@@ -1,4 +1,4 @@
-"""Elements at random places that all ranks know."""
+"""Elements at random positions that all ranks know."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
-from ..core.numbers import is_small
+from ..core.message import PayloadLayout
+from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import draws, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout, keep_finite
+from .base import Codec, keep_finite
 
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """A ``ratio`` of the elements at places drawn from the seed, which must be the same on all ranks: no
+    """A ``ratio`` of the elements, at positions drawn from the seed, which must be the same on all ranks: no
     indices travel, and payloads may be summed (Konecny and Richtarik, 2018; Vogels et al., 2019).
 
     The gradient is cut into as many equal strata as there are draws, and one element (or ``run``
@@ -45,19 +46,19 @@ class RandomK(Codec):
         """How many runs are taken."""
         return max(1, math.ceil(self.ratio * -(-numel // self.run))) if numel else 0
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         return (((self.units(numel) * self.run,), torch.float32),)
 
     def bounded(self, payload: Payload) -> bool:
-        return is_small(payload[0])
+        return is_bounded(payload[0])
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         keys, units = keys_of(seed), self.units(flat.numel())
         if library := native_for(flat):
             library.random_gather(flat, self.run, units, keys, self.unbiased, payload[0])
             return
-        places, inside, sizes = self._places(flat, seed)
-        values = torch.where(inside, flat[places], 0.0)
+        positions, inside, sizes = self._positions(flat, seed)
+        values = torch.where(inside, flat[positions], 0.0)
         if self.unbiased:
             values.mul_(sizes[:, None])
         payload[0].copy_(values.view(-1))
@@ -87,17 +88,17 @@ class RandomK(Codec):
             units = self.units(into.numel())
             library.random_scatter(payload[0], self.run, units, keys_of(seed), into, factor)
             return
-        places, inside, _ = self._places(into, seed)
-        values = payload[0].view_as(places)[inside]
-        into[places[inside]] += values * factor
+        positions, inside, _ = self._positions(into, seed)
+        values = payload[0].view_as(positions)[inside]
+        into[positions[inside]] += values * factor
 
-    def _places(self, flat: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each run: the places, which of them exist (the last run may reach beyond the end), and
+    def _positions(self, flat: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For each run: the positions, which of them exist (the last run may reach beyond the end), and
         the size of its stratum."""
         numel = flat.numel()
         runs, units = -(-numel // self.run), self.units(numel)
         bounds = torch.arange(units + 1, device=flat.device) * runs // units
         sizes = bounds[1:] - bounds[:-1]
         chosen = bounds[:-1] + (draws(0, units, keys_of(seed), flat.device) * sizes >> 32)
-        places = chosen[:, None] * self.run + torch.arange(self.run, device=flat.device)
-        return places.clamp(max=numel - 1), places < numel, sizes
+        positions = chosen[:, None] * self.run + torch.arange(self.run, device=flat.device)
+        return positions.clamp(max=numel - 1), positions < numel, sizes

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
+from ..core.message import PayloadLayout
 from ..errors import InvalidValue
-from .base import PIECE, Codec, Layout
+from .base import PIECE, Codec
 
 VALUES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -30,7 +31,7 @@ class Raw(Codec):
     def linear(self) -> bool:
         return self.value == "float32"  # sums in bfloat16 are rounded
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         return (((numel,), VALUES[self.value]),)
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:

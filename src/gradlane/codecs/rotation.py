@@ -13,7 +13,7 @@ ROTATE = 2  # the kernels' flag
 
 
 def signs(block: int, keys: Keys, device: torch.device) -> Tensor:
-    """One sign for each place in a block: the same for all blocks, so that chunks are independent."""
+    """One sign for each position in a block: the same for all blocks, so that chunks are independent."""
     other = keys[1], keys[0]  # the noise of stochastic rounding is drawn by the same indices
     return 1.0 - 2.0 * (draws(0, block, other, device) >> 31).to(torch.float32)
 

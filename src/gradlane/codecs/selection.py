@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SPAN = 65_536
-"""Elements that a 16-bit place reaches."""
+"""Elements that a 16-bit position can address."""
 NO_SIGN = 0x7FFF_FFFF
 INFINITE = 0x7F80_0000
 
@@ -28,9 +28,8 @@ class Search(Protocol):
     ) -> int:  # fmt: skip
         """Take what reaches the threshold; return how much there was, taken or not.
 
-        With ``residual``, flat + residual is looked at, and ``residual_out`` gets what is not taken of it.
-        Without, ``residual_out``
-        is None, or flat itself, which loses what is taken.
+        With ``residual``, it selects from flat + residual, and ``residual_out`` gets what is not taken.
+        Without, ``residual_out`` is None, or flat itself, from which the taken values are subtracted.
         """
 
 
@@ -48,33 +47,33 @@ class PlainSearch:
     ) -> int:  # fmt: skip
         total = flat if residual is None else torch.add(residual, flat, out=residual_out)
         magnitudes = total.view(torch.int32) & NO_SIGN
-        places = (magnitudes >= threshold).nonzero().view(-1)
-        found, slots = places.numel(), values.numel()
-        broken = bool((magnitudes[places] >= INFINITE).any())
-        if found > slots:  # keep the first ones from ``start`` on, round the end
-            before = int(torch.searchsorted(places, start))
-            places = places.roll(-before)[:slots].sort().values
-        taken = total[places]
+        positions = (magnitudes >= threshold).nonzero().view(-1)
+        found, slots = positions.numel(), values.numel()
+        nonfinite = bool((magnitudes[positions] >= INFINITE).any())
+        if found > slots:  # keep the first ones from ``start`` on, wrapping around at the end
+            before = int(torch.searchsorted(positions, start))
+            positions = positions.roll(-before)[:slots].sort().values
+        taken = total[positions]
         rounded = taken.to(values.dtype)
-        if broken and rounded.dtype != taken.dtype:
-            rounded[taken.isnan()] = torch.nan  # a cast writes other bits for it in vectors than one by one
-        kept = places.numel()
+        if nonfinite and rounded.dtype != taken.dtype:
+            rounded[taken.isnan()] = torch.nan  # a vectorised cast writes other NaN bits than a scalar one
+        kept = positions.numel()
         values.zero_()[:kept] = rounded
-        indices.zero_()[:kept] = (places & 0xFFFF).to(torch.int16)
-        counts.copy_(torch.bincount(places >> 16, minlength=counts.numel()))
+        indices.zero_()[:kept] = (positions & 0xFFFF).to(torch.int16)
+        counts.copy_(torch.bincount(positions >> 16, minlength=counts.numel()))
         if residual_out is not None:
-            residual_out[places] = taken - rounded.to(torch.float32)
-        if broken:
+            residual_out[positions] = taken - rounded.to(torch.float32)
+        if nonfinite:
             values[0] = torch.nan
         return found
 
 
 def scatter_selected(values: Tensor, indices: Tensor, counts: Tensor, into: Tensor, factor: float) -> None:
-    """``into += values * factor`` at their places."""
+    """``into += values * factor`` at the positions of the values."""
     spans = torch.arange(0, counts.numel() * SPAN, SPAN, device=into.device)
     bases = torch.repeat_interleave(spans, counts.to(torch.int64))
-    places = bases + (indices[: bases.numel()].to(torch.int64) & 0xFFFF)
-    into[places] += values[: bases.numel()].to(torch.float32) * factor
+    positions = bases + (indices[: bases.numel()].to(torch.int64) & 0xFFFF)
+    into[positions] += values[: bases.numel()].to(torch.float32) * factor
 
 
 def _ranked(numbers: Tensor, rank: int) -> int:

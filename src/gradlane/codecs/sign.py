@@ -18,14 +18,14 @@ from .rotation import ROTATE, rotated, rotated_back
 class Sign(BlockCodec):
     """The signs, times the mean magnitude of the block (Seide et al., 2014; Karimireddy et al., 2019).
 
-    The mean travels as bfloat16, rounded to even, and the residual is what the rounded one leaves. The sign
-    of zero is +1. It needs error feedback. A block whose magnitudes add up to more than fp32 holds, or
-    whose mean is more than bfloat16 holds, comes out as NaN.
+    The mean travels as bfloat16, rounded to even; the residual is computed with the rounded one. The sign of
+    zero is +1. It needs error feedback. A block whose sum of magnitudes overflows fp32, or whose mean
+    overflows bfloat16, decodes to NaN.
 
-    Of a block x of n elements ``1 - |x|_1^2 / (n |x|_2^2)`` is lost: a third if it is Gaussian, nearly all
-    if a few elements stand out, and the new residual waits long. ``rotate=True`` makes every block like a
-    Gaussian one before, by random signs and a Hadamard transform (Vargaftik et al., 2021, "DRIVE"); decode
-    needs the seed of encode then.
+    Of a block x of n elements the share ``1 - |x|_1^2 / (n |x|_2^2)`` is lost: a third if it is Gaussian,
+    nearly all if a few elements stand out, and then a residual takes many steps to arrive. ``rotate=True``
+    first makes every block nearly Gaussian, by random signs and a Hadamard transform (Vargaftik et al., 2021,
+    "DRIVE"); decode then needs the seed of encode.
     """
 
     form: ClassVar[int] = 3
@@ -48,7 +48,9 @@ class Sign(BlockCodec):
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         values = rotated(rows.values, keys) if self.rotate else rows.values
         sums = values.abs()
-        while (half := sums.shape[1] // 2) > 0:  # a fixed tree, so that every version adds alike
+        while (
+            half := sums.shape[1] // 2
+        ) > 0:  # a fixed tree, so that every implementation adds in the same order
             sums = sums[:, :half] + sums[:, half:]
         means = sums[:, 0] / torch.full_like(sums[:, 0], self.block if self.rotate else rows.filled)
         scales = means.to(torch.bfloat16)

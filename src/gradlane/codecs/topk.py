@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import Payload
-from ..core.numbers import is_small
+from ..core.message import PayloadLayout
+from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import draw, keys_of
 from ..kernels.native import native_for
-from .base import Codec, Layout, keep_finite
+from .base import Codec, keep_finite
 from .selection import SPAN, PlainSearch, Search, scatter_selected
 
 EXACT_BELOW = 4096
@@ -23,7 +24,7 @@ EXACT_BELOW = 4096
 SAMPLE = 16_384
 """The sample has at least as many elements and less than twice as many."""
 AIM = 15 / 16
-"""Share of the slots that the sample is asked for: a slot that stays empty costs less than one too few."""
+"""Share of the slots that the threshold aims to fill: an empty slot costs less than one too few."""
 VALUES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,13 +32,13 @@ VALUES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TopK(Codec):
     """About the ``ratio`` largest magnitudes (Aji and Heafield, 2017; sampled as in Lin et al., 2018).
 
-    There are ceil(ratio * numel) slots. An element is taken where its magnitude reaches a threshold,
-    the quantile of a sample, in order from a place that the seed gives and round the end, until the
-    slots are full; slots that are left stay empty. If the sample misses by more than a factor of two, the
-    threshold is found exactly. Zeros are never taken. It needs error feedback.
+    There are ceil(ratio * numel) slots. An element is taken if its magnitude reaches a threshold, which is a
+    quantile of a sample. Elements are taken in order, beginning at an index that the seed gives and wrapping
+    around at the end, until the slots are full; remaining slots stay empty. If the threshold misses by more
+    than a factor of two, the exact one is computed. Zeros are never taken. It needs error feedback.
 
-    Payload: values, places as 16 bits within spans of 65,536 elements, and a count for each span, all in
-    the order of the elements. Where NaN or Inf is found, the first value is NaN.
+    Payload: values, positions as 16 bits within spans of 65,536 elements, and a count for each span, all in
+    the order of the elements. If there is a NaN or Inf, the first value is NaN.
     """
 
     ratio: float = 0.01
@@ -52,7 +53,7 @@ class TopK(Codec):
     def slots(self, numel: int) -> int:
         return max(1, math.ceil(self.ratio * numel)) if numel else 0
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         slots = self.slots(numel)
         return (
             ((slots,), VALUES[self.value]),
@@ -61,7 +62,7 @@ class TopK(Codec):
         )
 
     def bounded(self, payload: Payload) -> bool:
-        return is_small(payload[0])
+        return is_bounded(payload[0])
 
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         self._select(flat, None, None, seed, payload)
@@ -70,7 +71,7 @@ class TopK(Codec):
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
     ) -> None:
         self._select(gradient, residual, residual_out, seed, payload)
-        if torch.isnan(payload[0][0]):  # how it tells that something was not finite
+        if torch.isnan(payload[0][0]):  # the mark of a non-finite value
             keep_finite(residual_out)
 
     def _select(
@@ -91,7 +92,7 @@ class TopK(Codec):
         threshold = search.topk_sampled(flat, residual, offset, stride, rank)
         found = search.topk_select(flat, residual, residual_out, threshold, start, *payload)
         if found > 2 * slots or (2 * found < slots and threshold > 1):
-            if residual_out is not None:  # it is the sum by now, but for what was taken
+            if residual_out is not None:  # it holds gradient + residual by now, without what was taken
                 self._add_decoded(payload, residual_out, seed)
                 flat = residual_out
             search.topk_select(

@@ -24,8 +24,8 @@ class _Uniform(BlockCodec):
     """Symmetric levels: the largest magnitude of a block maps to the highest, zero to zero.
 
     ``rounding="stochastic"`` is unbiased (Alistarh et al., 2017, with the maximum norm).
-    ``rotate=True`` spreads outliers over the block by random signs and a Hadamard transform before
-    (Suresh et al., 2017); decode needs the seed of encode then.
+    ``rotate=True`` first spreads outliers over the block by random signs and a Hadamard transform (Suresh et
+    al., 2017); decode then needs the seed of encode.
     """
 
     block: int

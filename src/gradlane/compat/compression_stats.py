@@ -8,7 +8,7 @@ Figures = dict[str, int]
 
 
 class CompressionStats(Sink):
-    """Counts the steps from ``start`` on, and writes a line to the log every so many of them."""
+    """Counts the steps from ``start`` on, and logs a line every ``every`` of them."""
 
     def __init__(self, start: int, every: int) -> None:
         self.start = start
@@ -28,13 +28,13 @@ class CompressionStats(Sink):
     def step_ended(self, times: StepTimes) -> None:
         if times.step < max(self.start, self.next_report):
             return
-        rate, before, after = self.told()
+        rate, before, after = self.totals()
         log.info(
             "PowerSGD, iteration %d: %d elements became %d, a rate of %.4g", times.step, before, after, rate
         )
         self.next_report = times.step + self.every
 
-    def told(self) -> tuple[float, int, int]:
+    def totals(self) -> tuple[float, int, int]:
         return (self.before / self.after if self.after else 0, self.before, self.after)
 
     def state_dict(self) -> Figures:

@@ -21,13 +21,13 @@ from ..telemetry.sink import Observer
 
 
 class _Open(NamedTuple):
-    """Neither is kept alive: a group must be free to be destroyed, a state to be dropped."""
+    """An open feed. It keeps neither alive: a group may be destroyed, and a state dropped."""
 
     group: "weakref.ref[Any]"
     strategy: "weakref.ref[Strategy]"
     feed: DdpFeed
     ends: "list[weakref.finalize[..., Any]]"
-    """What ends the lane when one of the two goes."""
+    """Finalizers that end the lane when one of the two is collected."""
 
     def close(self) -> None:
         self.detach()
@@ -41,9 +41,9 @@ class _Open(NamedTuple):
 _open: dict[tuple[int, int], _Open] = {}
 
 
-def name_by_place(index: int, place: int, parameter: Tensor) -> str:
-    """Enough where nothing is remembered by it: DDP rebuilds its buckets after the first step."""
-    return f"bucket{index}.{place}"
+def name_by_position(index: int, position: int, parameter: Tensor) -> str:
+    """Enough for a strategy without state. (DDP rebuilds its buckets after the first step.)"""
+    return f"bucket{index}.{position}"
 
 
 def feed_of(
@@ -51,7 +51,7 @@ def feed_of(
     bucket: dist.GradBucket,
     strategy: Strategy,
     *,
-    name_of: NameOf = name_by_place,
+    name_of: NameOf = name_by_position,
     parameters: Sequence[str] = (),
     observers: Sequence[Observer] = (),
 ) -> DdpFeed:
@@ -81,20 +81,20 @@ def feed_of(
     key = id(group), id(strategy)
     ends = [weakref.finalize(whose, _drop, key) for whose in (group, strategy)]
     for end in ends:
-        end.atexit = False  # there is ``close_all`` then
+        end.atexit = False  # ``close_all`` runs then
     _open[key] = _Open(weakref.ref(group), weakref.ref(strategy), feed, ends)
     return feed
 
 
 def _drop(key: tuple[int, int]) -> None:
-    """The group or the state went; in a finalizer, so without waiting."""
+    """Called by a finalizer when the group or the state was collected, so it must not wait."""
     if (known := _open.pop(key, None)) is not None:
         known.detach()
         known.feed.step.lane.leave()
 
 
 def _close_forgotten() -> None:
-    """Lanes whose process group has been destroyed since, though something still holds it."""
+    """Close lanes whose process group was destroyed, though something still refers to it."""
     for key, known in list(_open.items()):
         if not _alive(known.group()):
             known.close()
@@ -118,4 +118,4 @@ def close_all() -> None:
     _open.clear()
 
 
-atexit.register(close_all)  # for those who forget
+atexit.register(close_all)  # for scripts that do not call it

@@ -1,4 +1,4 @@
-"""What a bare hook can know of a parameter: the object itself, and its turn."""
+"""Names of parameters for a bare hook, which sees only the objects and their order."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class ParameterNames:
         if self._met:
             raise WrongState(
                 "name_parameters after the first backward: memory is kept under other names by now; call it "
-                "when the state is made"
+                "right after you make the state"
             )
         module = model.module if isinstance(model, DistributedDataParallel) else model
         for name, parameter in module.named_parameters():
@@ -39,15 +39,15 @@ class ParameterNames:
             self.lines.append(f"{name} {list(parameter.shape)}")
 
     def refuse_others(self, parameters: Sequence[Tensor]) -> None:
-        """``parameters`` are those of a step's first bucket: if none of them was met before, and others were,
-        this is another model."""
+        """Refuse another model. ``parameters`` are those of a step's first bucket; in another model none of
+        them was met before."""
         if self._met and not any(parameter in self._names for parameter in parameters):
             raise WrongState(
-                "this PowerSGDState is in use with another model, and the residual and counted of the one is "
-                "not the other's; make a PowerSGDState for each DDP model"
+                "this PowerSGDState is in use with another model, whose residuals and counts it keeps; make "
+                "a PowerSGDState for each DDP model"
             )
 
-    def __call__(self, index: int, place: int, parameter: Tensor) -> str:
+    def __call__(self, index: int, position: int, parameter: Tensor) -> str:
         if parameter not in self._names:
             if self.from_model:
                 raise InvalidValue(

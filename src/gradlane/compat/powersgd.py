@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WrongType
-from ..strategies.lowrank.matrices import View
+from ..strategies.lowrank.rank import View
 from .powersgd_state import PowerSGDState
 from .wrappers import translations
 

@@ -1,4 +1,4 @@
-"""torch's ``PowerSGDState``: options that become a strategy, and what the strategy remembers."""
+"""torch's ``PowerSGDState``: options that become a strategy, and the state of that strategy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from ..log import log
 from ..strategies.cast import Cast
 from ..strategies.feedback import ErrorFeedback
 from ..strategies.lowrank.factors import FactorMemory
-from ..strategies.lowrank.matrices import View
 from ..strategies.lowrank.powersgd import PowerSGD
+from ..strategies.lowrank.rank import View
 from ..strategies.mean import Mean
 from ..strategies.schedule import After
 from .compression_stats import CompressionStats
@@ -45,12 +45,12 @@ WITHOUT_EFFECT = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
-"""On the gradients: a checkpoint may be read with others."""
+"""Options without effect on the gradients: a checkpoint may be loaded with other values."""
 
 
 @dataclass
-class _Beside(Strategy):
-    """A sparse gradient as it is; ``others`` of the step go another way, and remember something."""
+class _SparseMean(Strategy):
+    """The plain mean for a sparse gradient; ``others`` is the strategy, with state, of all others."""
 
     others: Strategy
 
@@ -64,9 +64,10 @@ class PowerSGDState:
     It stands for ``After(start_powerSGD_iter, then=ErrorFeedback(PowerSGD(matrix_approximation_rank,
     min_compression_rate, warm_start=..., seed=random_seed)))``. What differs from torch:
 
-    - A rank owes what its own factors left out (``owes="own"``), which stays bounded; torch's memory grows.
-    - Factors are made orthonormal safely, and several matrices are one message anyway: so
-      ``orthogonalization_epsilon`` and ``batch_tensors_with_same_shape`` are taken and have no effect.
+    - The residual of a rank is what its own factors left out, which stays bounded. torch subtracts the
+      averaged product; its error memory grows with the root of the steps.
+    - Factors are made orthonormal safely, and several matrices are one message anyway. So
+      ``orthogonalization_epsilon`` and ``batch_tensors_with_same_shape`` are accepted and have no effect.
     - Memory follows the parameters, never a bucket's number. In a checkpoint they are called
       ``parameter0``, ``parameter1``, ... in the order of DDP's first buckets: load it for the same model
       and the same ``bucket_cap_mb``, with the hook registered before the first backward. After
@@ -134,7 +135,7 @@ class PowerSGDState:
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
-        """A copy of what this rank owes, by parameter; torch has it by bucket."""
+        """A copy of this rank's residual, by parameter; torch has it by bucket."""
         return self._errors.state_dict()
 
     @property
@@ -144,15 +145,15 @@ class PowerSGDState:
 
     @property
     def p_memory_dict(self) -> dict[str, Tensor]:
-        """Empty: P is computed anew from Q in every step, here and in torch, so there is none to keep."""
+        """Empty: every step computes P from Q, here and in torch, so there is none to keep."""
         return {}
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Rate, elements before and elements after compression, of all compressed iterations so far.
 
-        Those after are the elements that were really sent.
+        The elements after compression are those that were sent.
         """
-        return self._stats.told()
+        return self._stats.totals()
 
     def name_parameters(self, model: nn.Module) -> None:
         """Keep memory under the names of this model, wrapped by DDP or not, instead of numbers.
@@ -184,12 +185,12 @@ class PowerSGDState:
             )
         if state["format"] != FORMAT:
             raise InvalidValue(f"the state has format {state['format']}, this version reads {FORMAT}")
-        mine = self._options()
+        own = self._options()
         for name in OPTIONS:
-            if name not in WITHOUT_EFFECT and state["options"].get(name) != mine[name]:
+            if name not in WITHOUT_EFFECT and state["options"].get(name) != own[name]:
                 raise InvalidValue(
                     f"the state was saved with {name}={state['options'].get(name)!r}, this one has "
-                    f"{mine[name]!r}; make the PowerSGDState with the options that it was saved with"
+                    f"{own[name]!r}; make the PowerSGDState with the options that it was saved with"
                 )
         self._errors.load_state_dict(state["error"])
         self._factors.load_state_dict(state["q"])
@@ -209,7 +210,7 @@ class PowerSGDState:
     def reduce(
         self, bucket: dist.GradBucket, view: View, wires: tuple[torch.dtype, ...]
     ) -> torch.futures.Future[Tensor]:
-        """What the hooks call; ``wires`` are the widths of wrappers round them, inner ones first."""
+        """Called by the hooks; ``wires`` are the dtypes of wrappers around them, inner ones first."""
         if self._strategy is None:
             check_options(self._options())  # they may have been set since
             self._stats.start = self.start_powerSGD_iter
@@ -238,22 +239,24 @@ class PowerSGDState:
             self._feed = feed
         gradient = bucket.buffer()
         self._stats.gradient(feed.step.next, gradient.numel() * (2 if gradient.is_complex() else 1))
-        return feed.reduce(bucket, _Beside(self._strategy) if gradient.is_sparse else self._strategy)
+        return feed.reduce(bucket, _SparseMean(self._strategy) if gradient.is_sparse else self._strategy)
 
     def _translated(self, view: View, wires: tuple[torch.dtype, ...]) -> Strategy:
         first: Strategy = Mean()
-        then: Strategy = PowerSGD(
+        power = PowerSGD(
             self.matrix_approximation_rank,
             self.min_compression_rate if view == "tensor" else 0,
             warm_start=self.warm_start,
             view=view,
             seed=self.random_seed,
-            factors=self._factors,
         )
+        power.factors = self._factors
+        then: Strategy = power
         for dtype in wires:
             first, then = Cast(first, dtype), Cast(then, dtype)
         if self.use_error_feedback:
-            then = ErrorFeedback(then, memory=self._errors)
+            then = feedback = ErrorFeedback(then)
+            feedback.memory = self._errors
         return After(self.start_powerSGD_iter, then=then, first=first)
 
     def _options(self) -> dict[str, Any]:

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from .feedback import Feedback
 from .layout import Layout, Slot, as_layout
 from .scratch import Scratch
 
-__all__ = ["Bucket", "Layout", "Slot", "as_layout", "layout_digest"]
+__all__ = ["Bucket", "Feedback", "Layout", "Slot", "as_layout", "layout_digest"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """What a strategy receives: one flat gradient, and all that DDP knows about it.
 
-    ``flat`` is yours for the length of the call: you may overwrite it. It holds the parameters of ``layout``
-    side by side, each row by row, whatever its strides are. Everything else is the same on every rank,
-    except ``rank`` and ``joined``.
+    ``flat`` is yours during the call: you may overwrite it. It holds the parameters of ``layout`` side by
+    side, each row by row, whatever its strides are. All other fields but ``rank`` and ``joined`` are the same
+    on every rank.
     """
 
     flat: Tensor
@@ -34,42 +35,35 @@ class Bucket:
     is_last: bool = True
     joined: bool = False
     """This rank ran out of data (``DDP.join``): it takes part, with a gradient of zeros."""
-    feedback: bool = False
-    """A wrapper will ask for ``Reduced.sent``: keep what you sent if the wire overwrites it."""
-    residual: Tensor | None = None
-    """The residual of this rank, flat like the gradient. Only a strategy that ``fuses_feedback``
-    gets it: it adds it to the gradient and leaves in ``residual_after`` the new residual."""
-    residual_out: Tensor | None = None
-    """Where the new residual goes; ``residual`` itself where None. It holds anything before, and
-    ``residual`` is not
-    changed then."""
+    feedback: Feedback | None = None
+    """What an error-feedback wrapper asks for; None without one."""
     wire: torch.dtype | None = None
     """A ``Cast`` outside sends floating-point payloads in this width."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """How many ranks a mean divides by, for each scope; a scope that is missing counts the world."""
+    """How many ranks a mean divides by, for each scope; for a scope that is not in it, ``world``."""
     scratch: Scratch | None = field(default=None, repr=False, compare=False)
-    """Where ``empty`` keeps its buffers; without it every call allocates."""
+    """Keeps the buffers of ``empty``; without it every call allocates."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):  # any tuple of slots will do
             object.__setattr__(self, "layout", Layout(self.layout))
 
     @property
-    def residual_after(self) -> Tensor | None:
-        """What takes the new residual: ``residual_out``, or ``residual`` itself."""
-        return self.residual if self.residual_out is None else self.residual_out
+    def wants_sent(self) -> bool:
+        """Whether a wrapper will call ``Reduced.sent``."""
+        return self.feedback is not None and self.feedback.want_sent
 
     def divisor(self, over: str = "world") -> int:
         """What a mean over this scope divides by: its ranks, less those that joined early where
         ``join(divide_by_initial_world_size=False)`` asks for that."""
         return self.sizes.get(over, self.world)
 
-    def as_seen(self, mine: Tensor) -> Tensor:
-        """What the others see of a part of mine in a mean: what the ``wire`` makes of it."""
-        if self.wire is None or self.wire.itemsize >= mine.element_size():
-            return mine
+    def as_seen(self, own: Tensor) -> Tensor:
+        """A tensor of this rank as the others see it in a mean: rounded as ``wire`` does."""
+        if self.wire is None or self.wire.itemsize >= own.element_size():
+            return own
         count = self.divisor()
-        return mine.div(count).to(self.wire).to(mine.dtype).mul_(count)
+        return own.div(count).to(self.wire).to(own.dtype).mul_(count)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,26 +85,26 @@ class Bucket:
             yield slot.name, view
 
     def empty(self, use: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A flat buffer of this bucket's own for one named use, the same one in every step.
+        """A flat, uninitialised buffer for one named use, the same one in every step.
 
-        It holds anything at first. Give it a name that no other part of the strategy uses.
+        Give it a name that no other part of the strategy uses.
         """
         dtype = dtype or self.flat.dtype
         if self.scratch is None:
             return torch.empty(numel, dtype=dtype, device=self.flat.device)
-        place = self.layout[0].name if self.layout else ""
-        return self.scratch.get((place, use), numel, dtype, self.flat.device)
+        first_name = self.layout[0].name if self.layout else ""
+        return self.scratch.get((first_name, use), numel, dtype, self.flat.device)
 
     def seed(self, salt: int, *, shared: bool, rank: int | None = None) -> int:
-        """A seed for this place and no other: equal on all ranks if ``shared``, else this rank's own
-        (or that of ``rank``, for reading what it has sent).
+        """A seed for this bucket in this step: equal on all ranks if ``shared``, else this rank's own (or
+        that of ``rank``, to decode what it has sent).
 
-        A function of (salt, step, parameters, rank), so there is no generator state to save and a
-        resumed run draws what the uninterrupted one would have drawn.
+        It is a function of salt, step, parameters and rank. So there is no generator state to save, and a
+        resumed run draws the same numbers as one that was never interrupted.
         """
-        whose = "" if shared else self.rank if rank is None else rank
-        where = f"{salt}/{self.step}/{whose}/{layout_digest(self.layout)}"
-        return int.from_bytes(blake2b(where.encode(), digest_size=8).digest(), "little") >> 1
+        seed_rank = "" if shared else self.rank if rank is None else rank
+        key = f"{salt}/{self.step}/{seed_rank}/{layout_digest(self.layout)}"
+        return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
     def with_flat(self, flat: Tensor) -> Bucket:
         """This bucket with another gradient of the same size."""

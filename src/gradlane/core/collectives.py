@@ -23,7 +23,7 @@ REDUCIBLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One collective, asked for and not yet performed."""
+    """One collective that a strategy awaits and that is not yet performed."""
 
     kind: Kind
     payloads: tuple[Payload, ...]
@@ -31,7 +31,7 @@ class Request:
     op: Op | None
     over: Scope
     exact: bool = False
-    """Figures that decide something, not gradients: a ``Cast`` outside leaves them as wide as they are."""
+    """The payload decides something, it is not a gradient: a ``Cast`` outside does not narrow it."""
 
     def __await__(self) -> Generator[Request, Any, Any]:
         return (yield self)
@@ -41,7 +41,7 @@ class Request:
         return tuple(tensor for payload in self.payloads for tensor in payload)
 
     def size(self) -> tuple[int, int]:
-        """Elements and bytes of the whole payload; of a sparse tensor, its indices and values."""
+        """Elements and bytes of all payloads together; of a sparse tensor, its indices and values."""
         elements = payload = 0
         for part in self.payloads:
             for tensor in part:
@@ -86,8 +86,8 @@ async def all_reduce(
 ) -> Tensor:
     """Combine one tensor over all ranks; the answer has its shape and dtype, bit-equal on every rank.
 
-    You give the tensor away: the answer may be written into it. A mean divides before it adds, as
-    DDP does. ``exact``: no ``Cast`` outside may narrow it.
+    The tensor is no longer yours: the answer may be written into it. A mean divides before it adds, as DDP
+    does. ``exact``: no ``Cast`` outside may narrow it.
     """
     if not isinstance(tensor, Tensor):
         raise WrongType(f"all_reduce takes a tensor, got {type(tensor).__name__}")
@@ -108,8 +108,8 @@ async def all_reduce(
 async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload]:
     """Every rank's payload, in rank order. Shapes and dtypes must be the same on every rank.
 
-    The answer is yours, to overwrite too, until the step ends: the next one receives into the same buffers,
-    so clone what you keep. This rank's own part in it is what was given.
+    The answer is yours until the step ends, also to overwrite. The next step receives into the same buffers,
+    so clone what you keep. This rank's own part in it is the payload that you passed.
     """
     return cast(
         "list[Payload]",
@@ -120,8 +120,8 @@ async def all_gather(payload: Payload, *, over: Scope = "world") -> list[Payload
 async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> list[Payload]:
     """Send ``payloads[d]`` to rank d; the answer holds what each rank sent to this one.
 
-    What goes to rank d must have the same shapes on every rank; different ranks may get different ones. As
-    with ``all_gather`` the answer is yours until the step ends.
+    What goes to rank d must have the same shapes on every rank; what goes to another may have others. As with
+    ``all_gather`` the answer is yours until the step ends.
     """
     checked = tuple(_payload(payload, "all_to_all") for payload in payloads)
     return cast("list[Payload]", await Request("all_to_all", checked, None, _scope(over)))
@@ -130,11 +130,10 @@ async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> l
 async def step_sum(tensor: Tensor, *, of: object = None) -> Tensor:
     """The sum of this tensor over all buckets of the step that ask for it, on this rank.
 
-    The way to know something of the whole gradient, its norm say, where a strategy sees a bucket at a time.
-    All that ask wait for the step's last bucket, so what follows cannot overlap with backward; what was
-    awaited before can. Every bucket gets the same tensor: do not overwrite it. ``of`` says whose sum it is
-    (``of=self``): then two strategies in one step, which would add up what does not belong together, are
-    refused.
+    A strategy sees one bucket at a time; this tells it something about the complete gradient, such as its
+    norm. All buckets that ask wait for the step's last bucket, so what follows cannot overlap with backward.
+    What was awaited before can. Every bucket gets the same tensor: do not overwrite it. ``of`` says whose sum
+    it is (``of=self``): then two strategies in one step, whose sums do not belong together, are refused.
     """
     if not isinstance(tensor, Tensor):
         raise WrongType(f"step_sum takes a tensor, got {type(tensor).__name__}")

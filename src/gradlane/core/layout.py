@@ -1,4 +1,4 @@
-"""Which parameters lie in a bucket, and where."""
+"""Which parameters a bucket holds, and at which offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Slot(NamedTuple):
-    """One parameter's place in a bucket: its name in the module and its shape."""
+    """One parameter of a bucket: its name in the module and its shape."""
 
     name: str
     shape: torch.Size
@@ -25,8 +25,8 @@ class Slot(NamedTuple):
 class Layout(tuple[Slot, ...]):
     """The slots of a bucket, side by side.
 
-    A tuple that knows by itself what would cost a pass over all of its slots each time: there may be
-    ten thousand of them, and layouts are keys. One that was put together elsewhere is equal to it.
+    A tuple that caches what costs a pass over all slots, its hash first: there may be ten thousand slots,
+    and layouts are keys. It equals any tuple of the same slots.
     """
 
     def __hash__(self) -> int:
@@ -50,8 +50,8 @@ class Layout(tuple[Slot, ...]):
         return tuple(slot.name for slot in self)
 
     @cached_property
-    def places(self) -> dict[str, tuple[int, Slot]]:
-        """Where each parameter begins, by name."""
+    def offsets(self) -> dict[str, tuple[int, Slot]]:
+        """Offset and slot of each parameter, by name."""
         found, start = {}, 0
         for slot in self:
             found[slot.name] = (start, slot)
@@ -73,7 +73,7 @@ class Layout(tuple[Slot, ...]):
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The part of one parameter."""
-        start, slot = self.places[name]
+        start, slot = self.offsets[name]
         return flat[start : start + slot.numel].view(slot.shape)
 
 

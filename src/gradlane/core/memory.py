@@ -1,4 +1,4 @@
-"""The only mutable state: flat in RAM, one entry per parameter name in a checkpoint."""
+"""Tensors that outlive a step: flat in RAM, one entry per parameter name in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from .world_change import Fitting, Slots, misfit, sorted_out, summed
 class Memory:
     """Tensors that outlive a step, kept by parameter name.
 
-    ``like(bucket)`` is one flat tensor with the bucket's layout, zeros at first. DDP rebuilds its
-    buckets after the first step, so a flat memory follows its parameters into a new layout by name,
-    never by position. ``get`` and ``put`` keep one tensor of any shape per name.
+    ``like(bucket)`` is one flat tensor with the bucket's layout, zeros at first. DDP rebuilds its buckets
+    after the first step, so a flat memory follows its parameters into a new layout by name, never by
+    position. ``get`` and ``put`` keep one tensor of any shape per name.
 
-    For checkpoints: ``shared`` says that all ranks have the same in it, bit for bit. Otherwise it is a rank's
-    own part of a sum over the ranks, which a change of their number keeps as it is. ``any_shape`` says that
-    what is ``put`` in it has names and shapes of its own; otherwise they must be those of parameters.
+    For checkpoints: ``shared`` says that it is equal on all ranks, bit for bit. Otherwise it is this rank's
+    part of a sum over the ranks, and the sum stays the same when the number of ranks changes. ``any_shape``
+    says that tensors that are ``put`` in it have names and shapes of their own; otherwise names and shapes
+    must be those of parameters.
 
-    An ``undoable`` memory has two buffers for everything: a step writes to the one, and what was before
-    it stays in the other until ``keep`` or ``undo`` says which of them counts.
+    An ``undoable`` memory has two buffers for everything: a step writes to one of them, and the values from
+    before the step stay in the other until ``keep`` or ``undo`` decides between them.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class Memory:
         self.any_shape = any_shape
         self.undoable = False
         self._flats: dict[Layout, Tensor] = {}
-        self._homes: dict[str, Layout] = {}  # the very key of ``_flats``
-        self._living: dict[Layout, int] = {}  # how many parameters are at home there
+        self._layout_of: dict[str, Layout] = {}  # by parameter: the layout that holds it now
+        self._count: dict[Layout, int] = {}  # how many parameters a layout holds now
         self._single: dict[str, Tensor] = {}
         self._other: dict[Layout, Tensor] = {}  # the second buffers
-        self._written: set[Layout] = set()  # where this step's is in the second buffer
-        self._replaced: dict[str, Tensor | None] = {}  # by ``put`` in this step
+        self._written: set[Layout] = set()  # whose second buffer this step has written
+        self._replaced: dict[str, Tensor | None] = {}  # old values of what this step has ``put``
         self._blank: dict[str, Tensor | None] = {}  # second buffers of what ``put`` keeps
 
     def like(self, bucket: Bucket) -> Tensor:
@@ -53,8 +54,10 @@ class Memory:
         return after
 
     def buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """The flat memory as it is, and where to write what it becomes, all of it. The same tensor twice
-        unless the memory is ``undoable``, or where the step has written already."""
+        """The flat memory, and the output buffer for its new values, all of which must be written.
+
+        Both are the same tensor unless the memory is ``undoable``, or if this step has written already.
+        """
         layout = as_layout(bucket.layout)
         before = self._flats.get(layout)
         if before is None:
@@ -70,7 +73,7 @@ class Memory:
         return before, after
 
     def keep(self) -> None:
-        """What was written since the last ``keep`` or ``undo`` counts."""
+        """Accept what was written since the last ``keep`` or ``undo``."""
         for layout in self._written:
             self._flats[layout], self._other[layout] = self._other[layout], self._flats[layout]
         self._blank |= self._replaced
@@ -78,7 +81,7 @@ class Memory:
         self._replaced.clear()
 
     def undo(self) -> None:
-        """Be as before all that was written since the last ``keep`` or ``undo``."""
+        """Go back to the values from before the first write since the last ``keep`` or ``undo``."""
         self._written.clear()
         for name, old in self._replaced.items():
             self._blank[name] = self._single.pop(name, old)
@@ -88,38 +91,38 @@ class Memory:
 
     def _moved_to(self, layout: Layout, like: Tensor) -> Tensor:
         flat = torch.zeros_like(like, dtype=self.width(like.dtype))
-        for slot, place in layout.views(flat):
+        for slot, view in layout.views(flat):
             old = self._found(slot)
             if old is not None:
-                place.copy_(old)
-        for slot in layout:  # all of them fit
-            self._move(slot.name)
-            self._homes[slot.name] = layout
-        self._living[layout] = len(layout)
+                view.copy_(old)
+        for slot in layout:  # now that all shapes are checked
+            self._remove(slot.name)
+            self._layout_of[slot.name] = layout
+        self._count[layout] = len(layout)
         self._flats[layout] = flat
         return flat
 
-    def _move(self, name: str) -> None:
-        """Out of the flat memory where it was, which goes with the last of its parameters."""
-        home = self._homes.get(name)
-        if home is None:
+    def _remove(self, name: str) -> None:
+        """From where it was kept. A flat memory is dropped with the last of its parameters."""
+        layout = self._layout_of.get(name)
+        if layout is None:
             self._single.pop(name, None)
             return
-        self._living[home] -= 1
-        if not self._living[home]:
-            for kept in (self._living, self._flats, self._other):
-                kept.pop(home, None)
+        self._count[layout] -= 1
+        if not self._count[layout]:
+            for by_layout in (self._count, self._flats, self._other):
+                by_layout.pop(layout, None)
 
     def width(self, gradient: torch.dtype) -> torch.dtype:
-        """The dtype of what is kept of such a gradient; fp32 is wide enough, but not for fp64."""
+        """The dtype in which values of such a gradient are kept; for fp64 gradients fp32 is too narrow."""
         if gradient == torch.float64 and self.dtype == torch.float32:
             return gradient
         return self.dtype or gradient
 
     def _found(self, slot: Slot) -> Tensor | None:
-        home = self._homes.get(slot.name)
-        if home is not None:
-            found: Tensor | None = home.view(self._flats[home], slot.name)
+        layout = self._layout_of.get(slot.name)
+        if layout is not None:
+            found: Tensor | None = layout.view(self._flats[layout], slot.name)
         else:
             found = self._single.get(slot.name)
         if found is not None and found.shape != slot.shape:
@@ -133,17 +136,18 @@ class Memory:
         return self._single.get(name)
 
     def blank(self, name: str, like: Tensor) -> Tensor:
-        """Room for what ``put`` shall keep next under this name: in step after step the same pages, and
-        never those that an ``undo`` would need."""
-        room = self._blank.pop(name, None) if self.undoable else self._single.get(name)
-        fits = room is not None and room.shape == like.shape and room.dtype == like.dtype
-        return room if fits and room is not None else torch.empty_like(like)
+        """A buffer for what ``put`` shall keep next under this name: the same memory in every step, and
+        never the one that an ``undo`` would need."""
+        buffer = self._blank.pop(name, None) if self.undoable else self._single.get(name)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            return torch.empty_like(like)
+        return buffer
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Keep this very tensor; do not write to one that was put before (see ``blank``).
+        """Keep this tensor, not a copy; do not write to one that was put before (see ``blank``).
 
-        It must be your own: ``bucket.flat``, ``bucket.empty(...)`` and what ``all_gather`` and ``all_to_all``
-        answer are written over by the next step, with something else on every rank. Clone them.
+        It must be your own. ``bucket.flat``, ``bucket.empty(...)`` and the answers of ``all_gather`` and
+        ``all_to_all`` are overwritten by the next step, with other values on every rank: clone them.
         """
         if self.undoable:
             self._replaced.setdefault(name, self._single.get(name))
@@ -153,7 +157,7 @@ class Memory:
         saved = {name: tensor.clone() for name, tensor in self._single.items()}
         for layout, flat in self._flats.items():
             for slot, view in layout.views(flat):
-                if self._homes[slot.name] is layout:
+                if self._layout_of[slot.name] == layout:
                     saved[slot.name] = view.clone()
         return saved
 
@@ -163,17 +167,17 @@ class Memory:
                 raise InvalidValue(
                     f"the memory of {name!r} is a {type(tensor).__name__}; a state holds tensors only"
                 )
-        for kept in (self._flats, self._homes, self._living, self._other, self._written, self._replaced,
-                     self._blank):  # fmt: skip
-            kept.clear()
+        by_layout = (self._flats, self._count, self._other, self._written)
+        for container in (*by_layout, self._layout_of, self._replaced, self._blank):
+            container.clear()
         self._single = {name: tensor.clone() for name, tensor in state.items()}
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """What is in it with another number of ranks, of what each of the old ones saved."""
+        """Its state with another number of ranks, made of what each of the old ones saved."""
         return dict(saved[0]) if self.shared else dict(summed(saved, rank, world))
 
     def fitting(self, state: Mapping[str, Any], slots: Slots) -> Fitting:
-        """What of a saved state belongs to these parameters, and why the rest does not."""
+        """The entries of a saved state that belong to these parameters, and why the others do not."""
         return sorted_out(
             state, ((name, misfit(t) or self._misfit(name, t, slots)) for name, t in state.items())
         )
@@ -183,7 +187,7 @@ class Memory:
             return None
         slot = slots.get(name)
         if slot is None:
-            return "is no parameter of this model (Memory(any_shape=True) takes any name)"
+            return "does not belong to this model (Memory(any_shape=True) takes any name)"
         if tensor.shape != slot.shape:
             return f"has shape {list(tensor.shape)}, the parameter has {list(slot.shape)}"
         width = self.width(slot.dtype)
@@ -192,10 +196,12 @@ class Memory:
         return None
 
     def __repr__(self) -> str:
-        count = len(self._single) + len(self._homes)
+        count = len(self._single) + len(self._layout_of)
         return f"Memory({count} parameters)" if count else "Memory()"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Memory) and self.dtype == other.dtype  # state is no option
+        return (
+            isinstance(other, Memory) and self.dtype == other.dtype
+        )  # values do not count in comparisons of strategies
 
     __hash__ = None  # type: ignore[assignment]

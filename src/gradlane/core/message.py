@@ -9,12 +9,13 @@ from torch import Tensor
 
 from .collectives import Payload
 
-Layout = Sequence[tuple[tuple[int, ...], torch.dtype]]
+PayloadLayout = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor of a payload."""
 
 
 def message_of(payload: Payload) -> Tensor:
-    """The payload's bytes in one row: a view where they lie so already, as ``payload_in`` makes them."""
-    rows = [_bytes(payload[place]) for place in _order([part.dtype for part in payload])]
+    """The payload's bytes in one row: a view where they lie side by side, as ``payload_in`` makes them."""
+    rows = [_bytes(payload[index]) for index in _widest_first([part.dtype for part in payload])]
     rows = [row for row in rows if row.numel()]
     if not rows:
         return torch.empty(0, dtype=torch.uint8)
@@ -26,28 +27,28 @@ def payload_of(message: Tensor, like: Payload) -> Payload:
     return payload_in(message, [(tuple(part.shape), part.dtype) for part in like])
 
 
-def payload_in(message: Tensor, layout: Layout) -> Payload:
+def payload_in(message: Tensor, layout: PayloadLayout) -> Payload:
     """Views into a message, of these shapes and dtypes."""
     parts: dict[int, Tensor] = {}
     start = 0
-    for place in _order([dtype for _, dtype in layout]):
-        shape, dtype = layout[place]
+    for index in _widest_first([dtype for _, dtype in layout]):
+        shape, dtype = layout[index]
         size = torch.Size(shape).numel() * dtype.itemsize
         row = message[start : start + size]
         if row.storage_offset() % dtype.itemsize:  # a message in the middle of a buffer
             row = row.clone()
-        parts[place] = row.view(dtype).view(shape)
+        parts[index] = row.view(dtype).view(shape)
         start += size
-    return tuple(parts[place] for place in range(len(layout)))
+    return tuple(parts[index] for index in range(len(layout)))
 
 
-def message_size(layout: Layout) -> int:
+def message_size(layout: PayloadLayout) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
 
 
-def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Wide elements first: then every part is aligned without a byte of padding."""
-    return sorted(range(len(dtypes)), key=lambda place: -dtypes[place].itemsize)
+def _widest_first(dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Indices by width, wide elements first: then every part is aligned without padding."""
+    return sorted(range(len(dtypes)), key=lambda index: -dtypes[index].itemsize)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What counts as a number where an option is one: True and False do not; and numbers that are safe to add."""
+"""Checks of options that are numbers (True and False are not), and of tensors that can be summed safely."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TypeGuard
 from torch import Tensor
 
 HUGE = 1e30
-"""Sums of smaller numbers over any number of ranks stay finite, and what they are times numbers up to 1."""
+"""Values below this can be summed over any number of ranks, and scaled by factors up to 1, without
+overflowing fp32."""
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -18,11 +19,11 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_small(tensor: Tensor) -> bool:
-    """All of it is finite, and below ``HUGE``."""
-    if tensor.device.type != "cpu":  # meta has no numbers, and to ask another device is to wait for it
+def is_bounded(tensor: Tensor) -> bool:
+    """Whether all of it is finite and smaller than ``HUGE``."""
+    if tensor.device.type != "cpu":  # meta has no values, and another device would have to be waited for
         return False
     if not tensor.numel():
         return True
     low, high = tensor.aminmax()
-    return float(low) > -HUGE and float(high) < HUGE  # a NaN is neither
+    return float(low) > -HUGE and float(high) < HUGE  # both are false for NaN

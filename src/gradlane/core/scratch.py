@@ -9,9 +9,9 @@ from torch import Tensor
 class Scratch:
     """One bucket's buffers, by use.
 
-    A message as large as a bucket costs more to allocate (the pages are new every time) than to fill.
-    Scratch belongs to the bucket, not to the strategy: two models may share a strategy that keeps nothing,
-    and be under way at the same time.
+    To allocate a message as large as a bucket costs more than to fill it, because its pages are new every
+    time. Scratch belongs to the bucket, not to the strategy: two models may share a strategy without state,
+    and run it at the same time.
     """
 
     def __init__(self) -> None:
@@ -24,5 +24,5 @@ class Scratch:
         return kept
 
     def buffers(self) -> list[Tensor]:
-        """All that there are; the next step may write anything to them."""
+        """All buffers; the next step may overwrite them."""
         return list(self._kept.values())

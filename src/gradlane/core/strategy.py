@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from .bucket import Bucket
-from .home import let_go
+from .ownership import release
 from .world_change import OneField, carried
 
 
@@ -22,20 +22,20 @@ class Stateful(Protocol):
 
 
 class Undoable(Protocol):
-    """A state that can go back to before the step under way, once ``undoable`` is set. Large states keep two
-    buffers; a ``Memory`` does. ``undo`` is called when a step failed, however far this rank has come in it;
-    and when all ranks came to its end and skipped it, unless there is a ``skip`` to call instead."""
+    """A state that can go back to before the current step, once ``undoable`` is set. Large states, such as a
+    ``Memory``, keep two buffers. ``undo`` is called when a step failed, however far this rank has come in it,
+    and when all ranks skipped the step at its end, unless the state has a ``skip``, which is then called."""
 
     undoable: bool
     shared: bool
-    """All ranks have the same in it."""
+    """All ranks have equal values in it."""
 
     def keep(self) -> None: ...
     def undo(self) -> None: ...
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Asked of every field in every step, where ``isinstance`` of a protocol would take 10 us."""
+    """Called for every field in every step; ``isinstance`` of a protocol would take 10 us."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -50,10 +50,10 @@ class Reduced:
     mean: Tensor
     """What every rank agreed on, bit for bit; same shape and dtype as ``bucket.flat``."""
     sent: Callable[[], Tensor] | None = None
-    """My contribution as the others saw it, where ``bucket.feedback`` asks for it; None: nothing lost."""
+    """My contribution as the others saw it, where ``bucket.wants_sent``; None: nothing was lost."""
     bounded: bool = False
-    """What I gave is finite, and so small that no sum of all ranks' can overflow: the strategy knows it by a
-    glance at its payload. If all ranks can say so nobody has to look at the mean itself. Only believed of
+    """What I sent is finite, and so small that the sum over all ranks cannot overflow. The strategy knows it
+    by a check of its payload. If all ranks say so, nobody has to check the mean itself. It only counts of
     strategies of this library."""
 
 
@@ -64,22 +64,27 @@ class Strategy(ABC):
     """
 
     fuses_feedback: ClassVar[bool] = False
-    """Whether it takes ``bucket.residual`` into account by itself, in the same pass as its own work."""
+    """Whether it computes error feedback by itself, from ``bucket.feedback``, in the same pass as its own
+    work (see ``Feedback``)."""
 
     encodes: ClassVar[bool] = False
-    """Whether what travels is a codec's payload, which no ``Cast`` outside may narrow."""
+    """Whether it sends a codec's payload, which no ``Cast`` outside may narrow."""
 
     linear: ClassVar[bool] = False
-    """Whether the answer depends on nothing but the sum of what the ranks give in this step, and on what all
-    know: no memory of a rank's own, nothing rounded to codes before the sum. Of a wrapper: if so inside."""
+    """Whether the answer depends only on the sum of the ranks' gradients of this step, and on what all ranks
+    know: no memory of a rank's own, no rounding to codes before the sum. A wrapper answers for itself."""
 
     alike: ClassVar[bool] = True
     """Whether all ranks get the same bits, which replicas need. ``Noop`` says no."""
 
+    keeps_privacy: ClassVar[bool] = True
+    """Of a wrapper: whether the bound of a ``Private`` inside still holds. It does not where the strategy
+    inside misses some gradients or steps, or gets gradients that were changed before."""
+
     @property
     def averages(self) -> bool:
         """Whether the answer is the mean of what the ranks say they ``sent``, but for the rounding of fp32.
-        Of a wrapper: if so inside."""
+        A wrapper asks the strategy inside."""
         return False
 
     @abstractmethod
@@ -87,8 +92,16 @@ class Strategy(ABC):
         """Await collectives until every rank holds the same gradient."""
 
     def check_world(self, world: int) -> None:  # noqa: B027  most have nothing against any
-        """Refuse a number of ranks with which no step can be taken; asked before the first one. Of this
-        strategy alone: those inside are asked for themselves."""
+        """Refuse a number of ranks with which no step is possible; called before the first step. It speaks
+        for this strategy alone: those inside are called too."""
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        """Why ``part`` must not be inside this strategy, at any depth, and the way out; None if it may."""
+        return None
+
+    def refuses_around(self, wrapper: Strategy) -> str | None:
+        """Why ``wrapper`` must not be around this strategy, at any depth, and the way out; None if it may."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every field that has some, recursively; empty for a strategy without."""
@@ -104,13 +117,13 @@ class Strategy(ABC):
             )
         for name, field in fields.items():
             field.load_state_dict(state.get(name, {}))
-            let_go(field)
+            release(field)
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """The state of ``rank`` of ``world`` ranks, of what each rank of another world has saved.
+        """The state of ``rank`` of ``world`` ranks, made of what each rank of another world has saved.
 
-        Each field decides for itself (see world_change.py); a strategy whose fields depend on each other may
-        have to say more.
+        Each field decides for itself (see world_change.py). A strategy whose fields depend on each other
+        overrides this.
         """
         found = (
             (name, carried(field, f"{type(self).__name__}.{name}", OneField(saved, name), rank, world))
@@ -120,10 +133,18 @@ class Strategy(ABC):
 
 
 def options(strategy: object) -> Iterator[tuple[dataclasses.Field[Any] | None, str, Any]]:
-    """The fields of a strategy as (dataclass field or None, name, value), state included."""
+    """What a constructor takes, as (dataclass field or None, name, value); a state may be among them."""
+    for field, name, value in public_fields(strategy):
+        if field is None or field.init:
+            yield field, name, value
+
+
+def public_fields(strategy: object) -> Iterator[tuple[dataclasses.Field[Any] | None, str, Any]]:
+    """Options and state. Attributes under a leading underscore are neither: what is there can be computed
+    again, or does not outlive a step."""
     if dataclasses.is_dataclass(strategy):
         for field in dataclasses.fields(strategy):
-            if field.init:
+            if field.init or not field.name.startswith("_"):
                 yield field, field.name, getattr(strategy, field.name)
     else:
         for name, value in vars(strategy).items():
@@ -133,7 +154,7 @@ def options(strategy: object) -> Iterator[tuple[dataclasses.Field[Any] | None, s
 
 def stateful_fields(strategy: object) -> Iterator[tuple[str, Stateful]]:
     """Fields with state; those inside a mapping (``Route``) as ``field[key]``."""
-    for _, name, value in options(strategy):
+    for _, name, value in public_fields(strategy):
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 if is_stateful(inner):
@@ -157,7 +178,7 @@ def check_world(strategy: Strategy, world: int) -> None:
 
 
 class Leaf(NamedTuple):
-    """A state inside a strategy, at any depth: where, whose (``ErrorFeedback.memory``), and itself."""
+    """A state inside a strategy, at any depth: its path, its owner (``ErrorFeedback.memory``), and itself."""
 
     path: tuple[str, ...]
     owner: str
@@ -173,7 +194,7 @@ def named_states(strategy: Strategy, path: tuple[str, ...] = ()) -> Iterator[Lea
 
 
 def shared_state(strategy: Strategy) -> dict[tuple[str, ...], dict[str, Any]]:
-    """By path: the state that all ranks have alike, bit for bit, unless something went wrong."""
+    """By path: the state that is equal on all ranks, bit for bit, unless something went wrong."""
     return {
         leaf.path: leaf.state.state_dict()
         for leaf in named_states(strategy)

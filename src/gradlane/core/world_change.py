@@ -1,13 +1,12 @@
 """What becomes of state when a run goes on with another number of ranks.
 
-A state says so itself, with two things beside ``state_dict`` and ``load_state_dict``:
+A state says so itself, by what it has beside ``state_dict`` and ``load_state_dict``:
 
 - ``shared``: whether it is the same on all ranks, bit for bit.
-- ``carried(saved, rank, world)``: what it is on ``rank`` of ``world`` ranks, of what each rank of another
+- ``carried(saved, rank, world)``: the state of ``rank`` of ``world`` ranks, made of what each rank of another
   world has saved.
-
-And with a third, whether a saved state belongs to this model: ``fitting(state, slots)`` gives the part that
-does, and in words why the rest does not.
+- ``fitting(state, slots)``: the entries of a saved state that belong to this model, and for each other one a
+  message that says why it does not.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Fits(Protocol):
 
 
 class Shared:
-    """State that all ranks have alike, and that any number of ranks can go on with."""
+    """State that is equal on all ranks, so that any number of ranks can go on with it."""
 
     shared: ClassVar[bool] = True
 
@@ -54,7 +53,7 @@ class Shared:
 
 
 class OneField(Sequence[State]):
-    """One field of each rank's state, looked up when it is asked for: not all ranks' files are needed."""
+    """One field of each rank's state, read when it is needed: so not all ranks' files are read."""
 
     def __init__(self, saved: Sequence[State], name: str) -> None:
         self._saved, self._name = saved, name
@@ -65,10 +64,10 @@ class OneField(Sequence[State]):
     def __getitem__(self, rank: slice) -> list[State]: ...
     def __getitem__(self, rank: int | slice) -> State | list[State]:
         if isinstance(rank, slice):
-            return [self[place] for place in range(*rank.indices(len(self)))]
+            return [self[index] for index in range(*rank.indices(len(self)))]
         found = self._saved[rank].get(self._name, {})
         if not isinstance(found, Mapping):
-            raise InvalidValue(f"{self._name!r} of rank {rank} is a {type(found).__name__}, no state")
+            raise InvalidValue(f"{self._name!r} of rank {rank} is a {type(found).__name__}, not a state")
         return found
 
     def __len__(self) -> int:
@@ -87,14 +86,13 @@ def carried(field: object, name: str, saved: Sequence[State], rank: int, world: 
 
 
 def summed(saved: Sequence[State], rank: int, world: int) -> dict[str, Tensor]:
-    """Rank j of m takes the sum of the old ranks i with i % m == j; more ranks than before begin with none.
+    """Rank j of m takes the sum of the old ranks i with i % m == j; additional ranks begin with nothing.
 
-    So the sum over all ranks stays what it was, and with it what every gradient that is still residual adds
-    to
-    the step in which it arrives: as much as any other gradient of that step.
+    So the sum over all ranks does not change: a gradient that waits in a residual will count as much as any
+    other gradient of the step in which it arrives.
     """
-    mine = [saved[old] for old in range(rank, len(saved), world)]
-    return {name: _sum_of(name, mine) for name in dict.fromkeys(name for state in mine for name in state)}
+    own = [saved[old] for old in range(rank, len(saved), world)]
+    return {name: _sum_of(name, own) for name in dict.fromkeys(name for state in own for name in state)}
 
 
 def _sum_of(name: str, states: Sequence[State]) -> Tensor:
@@ -111,7 +109,7 @@ def _sum_of(name: str, states: Sequence[State]) -> Tensor:
 
 
 def misfit(tensor: object) -> str | None:
-    """Why this can be no part of a memory, whatever parameter it is for."""
+    """Why this cannot be in a memory, whatever parameter it is for; None if it can."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}; a memory holds tensors"
     if not tensor.is_floating_point():
@@ -122,7 +120,7 @@ def misfit(tensor: object) -> str | None:
 
 
 def sorted_out(state: State, why_not: Iterator[tuple[str, str | None]]) -> Fitting:
-    """A state in two: the entries without an objection, and the objections."""
+    """The entries of a state without an objection, and the objections."""
     objections = {name: why for name, why in why_not if why is not None}
     kept = {name: value for name, value in state.items() if name not in objections}
     return kept, [f"{name!r} {why}" for name, why in objections.items()]

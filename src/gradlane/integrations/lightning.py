@@ -16,8 +16,8 @@ from ..errors import InvalidValue, WrongState, WrongType
 from ..session import Session
 from ..session.one_process import OneProcess
 from ..settings import Options, Settings
-from ..strategies.given import as_strategy
-from ..strategies.ledgers import begin_anew, follow
+from ..strategies.as_strategy import as_strategy
+from ..strategies.ledgers import follow, reset_state
 from .ddp_only import needs_ddp
 from .fabric import attach_fabric
 from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
@@ -91,7 +91,7 @@ class GradientComm(Callback):
         else:
             follow(self.strategy if before is None else before.strategy, self._given)
             self.strategy = self._given
-            begin_anew(self.strategy, self._fresh)
+            reset_state(self.strategy, self._fresh)
         self.attachment = attachment = self._attached(trainer)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:

@@ -16,8 +16,8 @@ from ..core.strategy import Strategy
 from ..errors import WrongState, WrongType
 from ..session import Session
 from ..settings import Options, Settings
-from ..strategies.given import as_strategy
-from ..strategies.ledgers import begin_anew, follow
+from ..strategies.as_strategy import as_strategy
+from ..strategies.ledgers import follow, reset_state
 from ..torch_internals import uncompiled
 from .one_process import attached
 from .resume import go_on
@@ -124,7 +124,7 @@ class GradientComm(TrainerCallback):
             )
         if self.attachment is not None:
             follow(self.attachment.strategy, self._strategy)  # it may have been swapped
-        begin_anew(self._strategy, self._fresh)  # a second train() counts from 0 too
+        reset_state(self._strategy, self._fresh)  # a second train() counts from 0 too
         self.attachment = attached(self._trainer.accelerator, model, self._strategy, self._options)
         if self._checkpoint is not None and self._resume:
             without = "attach_trainer(..., resume=False)"

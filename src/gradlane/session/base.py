@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..agree.board import Document
 from ..checkpoint.subject import parameters_of, slots_of
-from ..core.claims import claim, held
-from ..core.home import Home
+from ..core.one_model import claim, exclusive_states
+from ..core.ownership import Ownership
 from ..core.strategy import Strategy, shared_state
-from ..core.stray import stray
+from ..core.unsaved_state import unsaved_state
 from ..errors import WrongState
 from ..feed.drift import DriftCheck
 from ..feed.loss_scale import Scaler, checked_scaler
@@ -30,8 +30,9 @@ from ..lane.base import Lane
 from ..lane.open import Opened
 from ..log import log
 from ..settings import Settings
-from ..strategies.given import as_strategy, warn_of_unmatched
+from ..strategies.as_strategy import as_strategy
 from ..strategies.ledgers import follow
+from ..strategies.route import warn_of_unmatched
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
 from ..torch_internals import current_backward
@@ -73,14 +74,14 @@ class Session(ABC):
         self._module = weakref.ref(module)  # the model must be collected before its process group
         self._ledger = Ledger(settings.observers)
         self._parameters = parameters_of(module)
-        self._home = Home(self, module)
+        self._ownership = Ownership(self, module)
         self._searched_stray = False  # for state in places where nobody saves it
         warn_of_unmatched(strategy, self._parameter_names())
         opened = open_for(
             strategy, module, self._parameters, group=group, device=device, settings=settings,
             ledger=self._ledger, doing=doing, must_agree=must_agree,
         )  # fmt: skip
-        claim(strategy, self._home)
+        claim(strategy, self._ownership)
         self._unless_closed = weakref.finalize(owner, _model_collected, weakref.ref(self), opened.lane)
         self._unless_closed.atexit = False  # ``close_all`` does it then
         self._world = opened.sizes["world"]
@@ -96,7 +97,7 @@ class Session(ABC):
         )
         self._step.on_begin = _weakly(self._step_begins, default=None)
         self._swap_agreement = SwapAgreement(opened.board)
-        self._state = SessionState(self._step, opened.board, self._parameters, self._home)
+        self._state = SessionState(self._step, opened.board, self._parameters, self._ownership)
         self._start_feed(opened)
         register(self)
         log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.sizes["world"])
@@ -153,14 +154,14 @@ class Session(ABC):
         self._must_be_between_steps("swap")
         self._step.finish()
         strategy = as_strategy(strategy)
-        objection = objection_to(strategy, self._module(), self._world, self._home)
+        objection = objection_to(strategy, self._module(), self._world, self._ownership)
         self._swap_agreement.agree(self.step, strategy, objection)
         warn_of_unmatched(strategy, self._parameter_names())
         follow(self.strategy, strategy)
         for dropped in move_states(self.strategy, strategy, slots_of(self._parameters)):
             log.warning("swap: dropped %s", dropped)
         self.strategy, self._searched_stray = strategy, False
-        claim(strategy, self._home)
+        claim(strategy, self._ownership)
 
     def metrics(self) -> dict[str, float]:
         """A flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since the beginning, and
@@ -207,7 +208,7 @@ class Session(ABC):
 
     def works_with(self, state: object) -> bool:
         """Whether this very state of a strategy is in use here."""
-        return not self._closed and any(own is state for _, own in held(self.strategy))
+        return not self._closed and any(own is state for _, own in exclusive_states(self.strategy))
 
     def close(self) -> None:
         """Complete the buckets on the lane, end the lane and close all connections. Twice is fine."""
@@ -237,10 +238,10 @@ class Session(ABC):
 
     def _step_begins(self) -> None:
         """Before each step; after the first one, warn of state that no checkpoint would contain."""
-        self._home.used = True
+        self._ownership.used = True
         if not self._searched_stray and self.step > 0:
             self._searched_stray = True
-            for warning in stray(self.strategy):
+            for warning in unsaved_state(self.strategy):
                 log.warning("%s", warning)
 
     def _drift_check(self, opened: Opened) -> DriftCheck | None:

@@ -12,10 +12,10 @@ from ..agree.board import Document
 from ..agree.compare import objection
 from ..agree.limits import limit_of
 from ..checkpoint.subject import Parameter
-from ..core.claims import refuse_foreign
-from ..core.home import Home
+from ..core.one_model import refuse_foreign
+from ..core.ownership import Ownership
 from ..core.strategy import Strategy, check_world
-from ..core.stray import refuse_stray
+from ..core.unsaved_state import refuse_unsaved_state
 from ..errors import GradlaneError
 from ..lane.open import Opened, open_lane
 from ..settings import Settings
@@ -60,11 +60,12 @@ def open_for(
 
 
 def objection_to(
-    strategy: Strategy, model: nn.Module | None, world: int, home: Home | None = None
+    strategy: Strategy, model: nn.Module | None, world: int, ownership: Ownership | None = None
 ) -> GradlaneError | None:
-    """The error that keeps a strategy from this model on this rank; it may already be at work at ``home``."""
+    """The error that keeps a strategy from this model on this rank; ``ownership``: who may already use
+    its state."""
     return objection(
-        lambda: refuse_stray(strategy),
-        lambda: refuse_foreign(strategy, model, home),
+        lambda: refuse_unsaved_state(strategy),
+        lambda: refuse_foreign(strategy, model, ownership),
         lambda: check_world(strategy, world),
     )

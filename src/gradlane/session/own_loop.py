@@ -25,7 +25,7 @@ from ..feed.own_model_checks import (
 from ..lane.one_rank import OneRank
 from ..lane.open import Opened
 from ..settings import Settings
-from ..strategies.given import as_strategy
+from ..strategies.as_strategy import as_strategy
 from ..strategies.text import describe
 from ..torch_internals import uncompiled
 from .base import Session

@@ -12,13 +12,13 @@ from ..agree.limits import Limit, checked_timeout
 from ..checkpoint.load import fitting_of, in_short, load
 from ..checkpoint.save import save
 from ..checkpoint.subject import Parameter, Subject, as_layout, slots_of
-from ..core.home import Home
+from ..core.ownership import Ownership
 from ..core.strategy import Strategy, named_states
-from ..core.stray import refuse_stray
+from ..core.unsaved_state import refuse_unsaved_state
 from ..errors import InvalidValue
 from ..feed.step import Step
-from ..strategies.ledgers import nothing_unspent
-from ..strategies.text import describe, wrote
+from ..strategies.ledgers import keep_ledgers
+from ..strategies.text import describe, saved_by
 
 FORMAT = 2  # of state_dict
 
@@ -26,11 +26,11 @@ FORMAT = 2  # of state_dict
 class SessionState:
     """The parts of ``Session`` behind ``save``, ``load``, ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, step: Step, board: Board, parameters: list[Parameter], home: Home) -> None:
+    def __init__(self, step: Step, board: Board, parameters: list[Parameter], ownership: Ownership) -> None:
         self._step = step
         self._board = board
         self._parameters = parameters
-        self._home = home
+        self._ownership = ownership
 
     def save(
         self,
@@ -44,14 +44,14 @@ class SessionState:
         save(board, folder, self._subject(strategy), next_layout)
 
     def load(self, strategy: Strategy, folder: Path, strict: bool, timeout: float | timedelta | None) -> None:
-        self._home.used = True
-        with nothing_unspent(strategy):
+        self._ownership.used = True
+        with keep_ledgers(strategy):
             loaded = load(self._board_for("load", timeout), folder, self._subject(strategy), strict)
         self._step.go_to(loaded.step, loaded.layout)
 
     def state_dict(self, strategy: Strategy) -> dict[str, Any]:
         self._step.finish()
-        refuse_stray(strategy)
+        refuse_unsaved_state(strategy)
         return {
             "format": FORMAT,
             "step": self._step.next,
@@ -66,7 +66,7 @@ class SessionState:
             layout = as_layout(state.get("layout", []))
         except ValueError as error:
             raise InvalidValue(f"{error}; pass what state_dict() gave") from None
-        self._home.used = True
+        self._ownership.used = True
         self._load_memory(strategy, state["state"])
         self._step.go_to(state["step"], layout)
 
@@ -89,7 +89,7 @@ class SessionState:
             raise InvalidValue(f"{in_short(wrong)}; pass what state_dict() gave for the same model")
         before = strategy.state_dict()
         try:
-            with nothing_unspent(strategy):
+            with keep_ledgers(strategy):
                 strategy.load_state_dict(state)
         except Exception:
             strategy.load_state_dict(before)
@@ -101,7 +101,7 @@ def _check(strategy: Strategy, state: Mapping[str, Any]) -> None:
         raise InvalidValue(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() gave")
     if state["format"] not in (1, FORMAT):
         raise InvalidValue(f"the state has format {state['format']}, this version reads 1 and {FORMAT}")
-    if not wrote(strategy, str(state["strategy"])):
+    if not saved_by(strategy, str(state["strategy"])):
         own = describe(strategy, shared_only=True)
         raise InvalidValue(
             f"the state was saved by {state['strategy']}, this attachment runs {own}; attach the strategy "

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..core.memory import Memory
 from ..core.strategy import Strategy, named_states, parts
 from ..errors import InvalidValue
+from ..strategies.as_strategy import as_strategy
 from ..strategies.cast import Cast
 from ..strategies.feedback import ErrorFeedback
-from ..strategies.given import as_strategy
 from ..strategies.private import Private
 from ..strategies.route import Route
 from ..strategies.schedule import After

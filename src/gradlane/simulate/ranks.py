@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket, Slot
-from ..core.claims import held
 from ..core.collectives import Note
 from ..core.events import Event
+from ..core.one_model import exclusive_states
 from ..core.running import Running
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy, check_world
@@ -133,7 +133,9 @@ def _one_each(strategy: Strategy | str | Sequence[Strategy], world: int | None) 
         raise WrongType(f"Simulation takes a strategy or one per rank, got {type(strategy).__name__}")
     if world is not None and world != len(strategies):
         raise InvalidValue(f"world={world}, but {len(strategies)} strategies; leave world out")
-    states = [id(state) for own in strategies for state in {id(s): s for _, s in held(own)}.values()]
+    states = [
+        id(state) for own in strategies for state in {id(s): s for _, s in exclusive_states(own)}.values()
+    ]
     if len(set(states)) < len(states):
         raise WrongState(
             "two ranks of a simulation share the state of a strategy, and would mix it up; give one strategy "

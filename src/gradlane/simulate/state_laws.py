@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.strategy import Leaf, Strategy, is_undoable, named_states
-from ..core.stray import stray
+from ..core.unsaved_state import unsaved_state
 from ..core.world_change import Expected, Fits
 from ..strategies.text import describe
 from .case import HALF, Case, first_difference
@@ -22,7 +22,7 @@ def all_state_is_saved(case: Case) -> Iterator[str]:
     """Tensors are in fields with a ``state_dict``."""
     ranks = case.ranks(min(case.worlds))
     case.run(ranks, 0, 1)
-    yield from stray(ranks.strategies[0])
+    yield from unsaved_state(ranks.strategies[0])
 
 
 def a_resumed_run_is_the_same(case: Case) -> Iterator[str]:

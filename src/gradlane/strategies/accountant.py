@@ -14,8 +14,8 @@ from ..core.world_change import Shared
 from ..errors import InvalidValue
 
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 80, 128, 256, 512, 1024)
-UP, ONE_STEP = 1 + 1e-6, 1e-13  # more than the arithmetic is wrong by: a bound is rounded up, never down
-SHARPEST = 0.1  # below this noise sampling is not credited: epsilon is in the thousands anyway
+UP, ONE_STEP = 1 + 1e-6, 1e-13  # above the error of the arithmetic: a bound is rounded up, never down
+LEAST_NOISE = 0.1  # below this noise sampling is not credited: epsilon is in the thousands anyway
 
 Mechanism = tuple[float, float]
 """Noise and sampling."""
@@ -33,7 +33,7 @@ def epsilon_of(noise: float, sampling: float, steps: int, delta: float) -> float
 
 
 def epsilon_of_all(runs: Mapping[Mechanism, int], delta: float) -> float:
-    """The same of several mechanisms, one after the other on the same data: RDP adds up over them too."""
+    """The same for several mechanisms, one after the other on the same data: RDP adds up over them too."""
     if not is_number(delta) or not 0 < delta < 1:
         raise InvalidValue(f"delta={delta!r}; use a number above 0 and below 1, such as 1e-5")
     runs = {mechanism: steps for mechanism, steps in runs.items() if steps}
@@ -59,7 +59,7 @@ def renyi(noise: float, sampling: float, order: float) -> float:
     (1 - q + q exp((2 z - 1) / (2 noise^2)))^order. The integral is a sum over equally spaced points: for an
     analytic function that falls off like this one its error vanishes exponentially with the spacing.
     """
-    if sampling == 1 or noise < SHARPEST:
+    if sampling == 1 or noise < LEAST_NOISE:
         return float(order / (2 * noise**2))
     spacing = min(noise, noise**2) / 20  # the function's singularities are pi noise^2 off the real line
     z = np.arange(-40 * noise, order + 40 * noise, spacing)
@@ -72,25 +72,25 @@ def renyi(noise: float, sampling: float, order: float) -> float:
 
 
 class Spent(Shared):
-    """The ledger of one mechanism: how often it ran, and what was spent before it. Numbers only in a
-    checkpoint. What is spent stays spent: see ledgers.py for what happens where a strategy begins anew.
+    """The ledger of one mechanism: how often it ran, and what was spent before it. A checkpoint holds it as
+    numbers. See ledgers.py for what happens to it where a strategy is reset.
 
-    What was sent cannot be taken back. So a step that all ranks skip together stays as they have counted it;
-    and one that failed counts on all of them, however far each has come: they must not differ.
+    What was sent cannot be taken back. So a step that all ranks skip together stays as they have counted it.
+    A step that failed counts on all ranks, however far each has come: they must not differ.
     """
 
     undoable = False
 
     lasts: ClassVar[bool] = True
-    """It is about the data, whatever model learns from it: nothing begins it anew."""
+    """It is about the data, whatever model learns from it: nothing resets it."""
 
     def __init__(self, noise: float, sampling: float) -> None:
         self.noise_multiplier = noise
         self.sample_rate = sampling
         self.steps = 0
         self._before = 0  # the step under way
-        self._earlier: dict[Mechanism, int] = {}  # by other strategies, as a checkpoint told it
-        self._followed: list[Spent] = []  # the ledgers of those whose work this one goes on with
+        self._earlier: dict[Mechanism, int] = {}  # by other strategies, read from a checkpoint
+        self._followed: list[Spent] = []  # ledgers of strategies that trained the model before
 
     def keep(self) -> None:
         self._before = self.steps
@@ -113,12 +113,12 @@ class Spent(Shared):
         return found
 
     def follow(self, other: Spent) -> None:
-        """From now on what ``other`` has spent counts here too, once."""
+        """From now on the steps of ``other`` count here too, once."""
         if other is not self and not any(ledger is other for ledger in self._followed):
             self._followed.append(other)
 
-    def at_least(self, runs: Mapping[Mechanism, int]) -> None:
-        """Count what is missing of these."""
+    def raise_to(self, runs: Mapping[Mechanism, int]) -> None:
+        """Count at least these steps."""
         counted = self.runs()
         for mechanism, steps in runs.items():
             missing = max(0, steps - counted.get(mechanism, 0))
@@ -128,22 +128,22 @@ class Spent(Shared):
                 self._earlier[mechanism] = self._earlier.get(mechanism, 0) + missing
 
     def _all(self) -> list[Spent]:
-        """Each once, although two strategies may have followed each other in turn."""
+        """This ledger and all that it follows, each once: two strategies may follow each other."""
         found: list[Spent] = [self]
-        for ledger in found:  # grows meanwhile
+        for ledger in found:  # the list grows in the loop
             found += [other for other in ledger._followed if not any(other is known for known in found)]
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        mine = {
+        own = {
             "noise_multiplier": self.noise_multiplier,
             "sample_rate": self.sample_rate,
             "steps": self.steps,
         }
         earlier = self.runs()
         earlier[self.mechanism] -= self.steps
-        told = {f"{noise!r} {sampling!r}": steps for (noise, sampling), steps in earlier.items() if steps}
-        return {**mine, "earlier": told} if told else mine
+        others = {f"{noise!r} {sampling!r}": steps for (noise, sampling), steps in earlier.items() if steps}
+        return {**own, "earlier": others} if others else own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) - {"earlier"} != {"noise_multiplier", "sample_rate", "steps"}:
@@ -165,7 +165,7 @@ class Spent(Shared):
         return f"Spent({self.steps} steps)"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spent)  # state is no option
+        return isinstance(other, Spent)  # state does not count in comparisons
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""A narrower number on the wire, whatever the strategy inside asks for."""
+"""Narrower numbers on the wire, whatever the strategy inside sends."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from ..core.bucket import Bucket
 from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
 from ..core.numbers import HUGE
 from ..core.running import intercept
-from ..core.strategy import Reduced, Strategy, parts
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import divided
-from .private import refuse_private_in_fp16
+from .nesting import check_wrapped
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
-FAR_IN_FP16 = 6e4  # what all ranks add up to must be below the largest number, 65,504
-FAR = 1000  # sums are looked at where the wire's range is so much smaller: in fp16, not in bf16
-SAMPLE = 16_384  # elements looked at for underflow in each message
+LARGEST_FP16_SUM = 6e4  # the sum over all ranks must be below the largest number, 65,504
+MUCH_SMALLER = 1000  # sums are checked where the wire's range is so much smaller: in fp16, not in bf16
+SAMPLE = 16_384  # elements of a message that are checked for underflow
 
 
 @dataclass
 class Cast(Strategy):
-    """Send every floating-point payload of ``inner`` as ``dtype``; inside, all stays as wide as it was.
-    What a strategy asks for as ``exact`` travels as it is.
+    """Send every floating-point payload of ``inner`` as ``dtype``; inside, tensors stay as wide as before.
+    Requests with ``exact=True`` are not narrowed.
 
-    A mean divides before it narrows, so gradients of 1e5 and 0 average to 5e4 in fp16, where a cast
-    first would make inf. Counted in the metrics: ``overflow``, finite values that became infinite
-    (exact), ``overflow_sum``, those whose sum over the ranks came back infinite (looked for where this
-    rank's own part was large: on one rank at least), and ``underflow``, non-zero values that became zero
-    (exact up to 16,384 elements, beyond that estimated from a window that moves from step to step).
+    A mean divides before it narrows, so gradients of 1e5 and 0 average to 5e4 in fp16, where a cast first
+    would make inf. In the metrics: ``overflow`` counts finite values that became infinite (exact),
+    ``overflow_sum`` those whose sum over the ranks became infinite (checked on ranks whose own part was
+    large, which is one at least), and ``underflow`` non-zero values that became zero (exact up to 16,384
+    elements, beyond that estimated from a window that moves from step to step).
 
-    Inside of ``ErrorFeedback`` what this rank's narrowing loses is kept; what sums on the wire round off is
-    not. ``ErrorFeedback(Sharded(Raw("bfloat16")))`` has the same bytes, and loses nothing.
+    ``ErrorFeedback`` around it keeps what the narrowing on this rank loses, but not what sums on the wire
+    round off. ``ErrorFeedback(Sharded(Raw("bfloat16")))`` sends the same bytes, and loses nothing.
     """
 
     inner: Strategy
@@ -43,31 +43,29 @@ class Cast(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Strategy):
-            raise WrongType(
-                f"Cast wraps a strategy, got {type(self.inner).__name__}; write Cast(Mean(), dtype)"
-            )
+        check_wrapped(self, self.inner, "Cast(Mean(), dtype)")
         if self.dtype not in NARROW:
             raise InvalidValue(
                 f"dtype={self.dtype} cannot be summed by the backends; use one of "
                 f"{', '.join(str(dtype) for dtype in NARROW)}"
             )
-        if self.dtype == torch.float16:
-            refuse_private_in_fp16(self.inner)
-        if coded := next((part for part in parts(self.inner) if part.encodes), None):
-            name = type(coded).__name__
-            raise InvalidValue(
-                f"Cast would narrow what the codec of {name} sends, its scales too, and nobody would keep "
-                f"what that loses. The codec decides how wide {name} is: leave Cast out, take "
-                "Raw('bfloat16') or TopK(..., value='bfloat16'), or put Cast beside it in a Route"
-            )
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        if not part.encodes:
+            return None
+        name = type(part).__name__
+        return (
+            f"Cast would narrow what the codec of {name} sends, its scales too, and nobody would keep what "
+            f"that loses. The codec decides how wide {name} is: leave Cast out, take Raw('bfloat16') or "
+            "TopK(..., value='bfloat16'), or put Cast beside it in a Route"
+        )
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         wire = _NarrowWire(self.dtype, bucket)
         reduced = await intercept(self.inner.reduce(replace(bucket, wire=self.dtype)), wire.answer)
-        if bucket.feedback and reduced.sent is None and wire.kept is None and wire.narrowed:
+        if bucket.wants_sent and reduced.sent is None and wire.kept is None and wire.narrowed:
             raise InvalidValue(
-                f"error feedback round Cast cannot tell what {type(self.inner).__name__} lost: it does not "
+                f"error feedback around Cast cannot know what {type(self.inner).__name__} lost: it does not "
                 "say what it sent; return Reduced(mean, sent=...) with bucket.as_seen(...), or leave Cast or "
                 "the feedback out"
             )
@@ -76,8 +74,8 @@ class Cast(Strategy):
             return Reduced(reduced.mean, sent=lambda: kept.to(bucket.flat.dtype).mul_(scale))
         if reduced.mean is wire.bounded:
             return replace(reduced, bounded=True)
-        # In a narrower exponent a bounded value may overflow, and a look is needed after all.
-        return reduced if _as_far(self.dtype) else replace(reduced, bounded=False)
+        # With a narrower exponent a bounded value may overflow, so the answer must be checked after all.
+        return reduced if _has_range_of_fp32(self.dtype) else replace(reduced, bounded=False)
 
 
 class _NarrowWire:
@@ -87,8 +85,8 @@ class _NarrowWire:
         self.dtype = dtype
         self.bucket = bucket
         self.narrowed = 0  # messages so far; each has a buffer of its own
-        self.bounded: Tensor | None = None  # an answer that is a mean of what the ranks know to be bounded
-        self.kept: Tensor | None = None  # my share of a plain mean as it went out, for feedback
+        self.bounded: Tensor | None = None  # an answer that is a mean of bounded values
+        self.kept: Tensor | None = None  # this rank's part of a plain mean as it was sent, for feedback
 
     async def answer(self, request: Request) -> object:
         if request.exact or not any(self._too_wide(tensor) for tensor in request.tensors):
@@ -115,13 +113,15 @@ class _NarrowWire:
             )
         mean = request.op == "mean"
         divisor = self.bucket.divisor(request.over)
-        bounded = mean and divided(wide, divisor, HUGE if _as_far(self.dtype) else FAR_IN_FP16 / divisor)
+        bounded = mean and divided(
+            wide, divisor, HUGE if _has_range_of_fp32(self.dtype) else LARGEST_FP16_SUM / divisor
+        )
         (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
-        if self.bucket.feedback and mean and wide.shape == self.bucket.flat.shape:
+        if self.bucket.wants_sent and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
         total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
         self.bounded = wide if bounded else None
-        if not bounded and may_overflow(wide.dtype, self.dtype, FAR) and _holds_numbers(wide):
+        if not bounded and may_overflow(wide.dtype, self.dtype, MUCH_SMALLER) and _holds_numbers(wide):
             await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
 
@@ -146,8 +146,8 @@ class _NarrowWire:
         return tensor.is_floating_point() and tensor.element_size() > self.dtype.itemsize
 
 
-def _as_far(dtype: torch.dtype) -> bool:
-    """Whether its numbers reach as far as those of fp32: not in fp16."""
+def _has_range_of_fp32(dtype: torch.dtype) -> bool:
+    """True for bf16, not for fp16."""
     return torch.finfo(dtype).max > 1e38
 
 
@@ -161,7 +161,7 @@ def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:
 
 
 def overflow(wide: Tensor, narrow: Tensor) -> Tensor | int:
-    """Finite values that became infinite. One cheap pass; the count only where there are some."""
+    """How many finite values became infinite. One cheap pass; they are counted only where there are some."""
     low, high = torch.aminmax(narrow)
     if torch.isfinite(low) & torch.isfinite(high):
         return 0

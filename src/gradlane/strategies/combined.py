@@ -1,4 +1,4 @@
-"""Rules over ranks at the price of an all-reduce: each rank applies them to a shard of all gradients."""
+"""Robust rules at the cost of an all-reduce: each rank applies them to one shard of all gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..aggregate.combine import Aggregate, check_aggregate, check_rule
-from ..aggregate.decision import Verdict, alone, judged
+from ..aggregate.decision import Decision, decide, decide_alone
 from ..aggregate.rule import GramRule, Rule
 from ..aggregate.watch import Watch
 from ..codecs.base import Codec
@@ -19,7 +19,8 @@ from ..core.collectives import all_gather, all_reduce, all_to_all, note, step_su
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 from ..kernels.rows import inner_products
-from .shards import Shards, checked_codec, refuse_sparse
+from .checks import check_codec, refuse_sparse
+from .shards import Shards
 
 
 @dataclass
@@ -32,23 +33,23 @@ class Combined(Strategy):
     answers wait for its last bucket; the larger part of the first exchange overlaps with backward all the
     same.
 
-    A rank whose values are not finite is left out and named in a warning, and the rule has one wrong rank
-    less to expect; one that has joined early is left out. If too few are left every rank raises; if nobody
-    sent finite values the answer is NaN, as that of a mean would be. In the metrics:
-    ``rank3_distance_norm``, ``rank3_weight``, ``rank3_excluded``. ``watch`` names a rank that stays far
-    from the others. Alone, a rank gets its own gradient. Gradients of any width travel and are combined in
-    fp32, or as the codec has it.
+    A rank with non-finite values is left out and named in a warning, and the rule expects one wrong rank
+    less. A rank that has joined early is left out. If too few remain every rank raises; if nobody sent finite
+    values the answer is NaN, as that of a mean would be. In the metrics: ``rank3_distance_norm``,
+    ``rank3_weight``, ``rank3_excluded``. ``watch`` names a rank that stays far from the others. A single rank
+    gets its own gradient. Gradients of any width travel and are combined in fp32, or as the codec says.
     """
 
     rule: Rule | Aggregate
     codec: Codec = field(default_factory=Raw)
     watch: Watch = field(default_factory=Watch)
+    _latest: tuple[Tensor, Decision] | None = field(init=False, default=None, repr=False, compare=False)
+    """The figures of a step and what they decide: all buckets of a step may share them."""
     fuses_feedback: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._judged: tuple[Tensor, Verdict] | None = None  # by the figures: all buckets of a step share them
-        checked_codec(self.codec, "Combined")
+        check_codec(self.codec, "Combined")
         if not isinstance(self.rule, GramRule):
             check_aggregate(self.rule, "Combined")
         if not isinstance(self.watch, Watch):
@@ -66,28 +67,29 @@ class Combined(Strategy):
         seen = await all_reduce(_figures(bucket, rows), op="sum", exact=True)
         if isinstance(self.rule, GramRule):
             seen = await step_sum(seen, of=self)
-        total = shards.room()
+        total = shards.answer_buffer()
         if bucket.flat.device.type != "meta":
-            verdict, first = self._verdict(bucket, seen)
-            if first:
-                await note(**verdict.figures())
+            decision, is_new = self._decision(bucket, seen)
+            if is_new:
+                await note(**decision.figures())
             if rows.numel():
-                verdict.answer(rows, total[: shards.filled], lambda numel: _room(bucket, numel))
+                decision.combine(rows, total[: shards.filled], lambda numel: _buffer(bucket, numel))
         return shards.reduced(await all_gather(shards.answer(total)))
 
-    def _verdict(self, bucket: Bucket, seen: Tensor) -> tuple[Verdict, bool]:
-        """And whether it is a new one."""
-        if self._judged is not None and self._judged[0] is seen:
-            return self._judged[1], False
+    def _decision(self, bucket: Bucket, seen: Tensor) -> tuple[Decision, bool]:
+        """What the figures decide, and whether they are new: ``step_sum`` gives all buckets of a step the
+        same tensor, and the step is counted once."""
+        if self._latest is not None and self._latest[0] is seen:
+            return self._latest[1], False
         figures = seen.cpu()
-        verdict = alone(figures) if bucket.world == 1 else judged(self.rule, figures, bucket.step)
-        blamed = verdict.broken if verdict.heard else ()  # if all overflow nobody is wrong
+        decision = decide_alone(figures) if bucket.world == 1 else decide(self.rule, figures, bucket.step)
+        blamed = decision.nonfinite if decision.included else ()  # if all overflow nobody is wrong
         self.watch.add(bucket.step, figures, blamed, bucket.rank)
-        self._judged = (seen, verdict)
-        return verdict, True
+        self._latest = (seen, decision)
+        return decision, True
 
 
-def _room(bucket: Bucket, numel: int) -> Tensor:
+def _buffer(bucket: Bucket, numel: int) -> Tensor:
     return bucket.empty("mixed rows", numel, torch.float32)
 
 

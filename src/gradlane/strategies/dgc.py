@@ -1,16 +1,16 @@
-"""Deep gradient compression: top-k with momentum that is corrected for what waits."""
+"""Deep gradient compression: top-k with momentum correction."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 from ..codecs.base import keep_finite
 from ..codecs.topk import TopK
-from ..core.bucket import Bucket
+from ..core.bucket import Bucket, Feedback
 from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
@@ -19,15 +19,15 @@ from .exchange import Gathered
 from .feedback import residual_square
 
 STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
-"""The shares sent in the stages of the warm-up, of the paper: 75, 93.75, 98.4 and 99.6 % are left out."""
+"""Shares that the stages of the paper's warm-up send; they leave out 75, 93.75, 98.4 and 99.6 %."""
 
 
 @dataclass
 class DGC(Strategy):
     """Deep Gradient Compression (Lin et al., 2018). Use it with an optimizer that has no momentum of its own.
 
-    1. Clip this rank's gradient to ``clip`` / sqrt(world), where asked for; a bucket at a time, each for
-       itself, because a hook never sees the whole.
+    1. With ``clip``, clip this rank's gradient to ``clip`` / sqrt(world), each bucket for itself: a hook
+       never sees the complete gradient.
     2. Momentum correction: u = momentum * u + g, and v = v + u is the residual.
     3. Send the largest ``ratio`` of v.
     4. Factor masking: where v was sent, u and v begin again at 0.
@@ -39,8 +39,8 @@ class DGC(Strategy):
     momentum: float = 0.9
     clip: float | None = None
     warmup: int = 0
-    velocity: Memory | None = None
-    memory: Memory | None = None
+    velocity: Memory = field(init=False, default_factory=lambda: Memory(torch.float32))
+    memory: Memory = field(init=False, default_factory=lambda: Memory(torch.float32))
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -51,33 +51,29 @@ class DGC(Strategy):
             raise InvalidValue(f"DGC clip={self.clip}; use a norm above 0, or None")
         if self.warmup < 0:
             raise InvalidValue(f"DGC warmup={self.warmup}; use a number of steps from 0 up")
-        self.velocity = self.velocity or Memory(torch.float32)
-        self.memory = self.memory or Memory(torch.float32)
 
     def share(self, step: int) -> float:
-        """What is sent of a gradient in this step."""
+        """The share of a gradient that this step sends."""
         if step >= self.warmup:
             return self.ratio
         stages = (*STAGES, self.ratio)
         return max(self.ratio, stages[step * len(stages) // self.warmup])
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        assert self.velocity is not None
-        assert self.memory is not None
-        (velocity, moved), (residual, residual_out) = (
-            self.velocity.buffers(bucket),
-            self.memory.buffers(bucket),
-        )
-        torch.mul(velocity, self.momentum, out=moved).add_(self._clipped(bucket))  # 1, 2
-        bucket.flat.copy_(moved)
+        u, u_out = self.velocity.buffers(bucket)
+        v, v_out = self.memory.buffers(bucket)
+        torch.mul(u, self.momentum, out=u_out).add_(self._clipped(bucket))  # 1, 2
+        bucket.flat.copy_(u_out)
         exchange = Gathered(TopK(self.share(bucket.step)))
-        owing = replace(bucket, residual=residual, residual_out=residual_out, feedback=True)
-        reduced = await exchange.reduce(owing)  # 3: v + u is sent or residual
-        assert reduced.sent is not None
-        moved.masked_fill_(reduced.sent() != 0, 0.0)  # 4
-        if bucket.flat.device.type != "meta":
-            keep_finite(moved)
-            await note(residual_square=residual_square(residual_out, bucket.step))
+        feedback = Feedback(v, v_out, want_sent=True)
+        reduced = await exchange.reduce(
+            replace(bucket, feedback=feedback)
+        )  # 3; v_out = v + u - what was sent
+        if reduced.sent is not None:
+            u_out.masked_fill_(reduced.sent() != 0, 0.0)  # 4
+        if not bucket.flat.is_meta:
+            keep_finite(u_out)
+            await note(residual_square=residual_square(v_out, bucket.step))
         return Reduced(reduced.mean, bounded=reduced.bounded)
 
     def _clipped(self, bucket: Bucket) -> torch.Tensor:

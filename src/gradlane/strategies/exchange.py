@@ -12,7 +12,9 @@ from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce, all_to_all
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
-from .shards import SALT, Shards, checked_codec, decoded, encoded, kept_for_feedback, refuse_sparse, sent_of
+from .checks import check_codec, refuse_sparse
+from .encoding import SALT, copies_if_wanted, decoded, encoded, sent_of
+from .shards import Shards
 
 
 @dataclass
@@ -25,8 +27,9 @@ class Summed(Strategy):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        name = checked_codec(self.codec, "Summed")
+        check_codec(self.codec, "Summed")
         if not self.codec.linear:
+            name = type(self.codec).__name__
             raise InvalidValue(
                 f"payloads of {name} cannot be summed on the wire; "
                 f"write Sharded({name}()) or Gathered({name}())"
@@ -39,21 +42,20 @@ class Summed(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=True)
         refuse_sparse(bucket, "Summed")
-        payload = encoded(codec, bucket, bucket.flat, bucket.residual, bucket.residual_out, seed, "summed")
+        payload = encoded(codec, bucket, bucket.flat, bucket.feedback, seed, "summed")
         bounded = codec.bounded(payload)  # now: the sum will overwrite it
-        kept = kept_for_feedback(bucket, [payload], seed)
+        copies = copies_if_wanted(bucket, [payload], seed)
         total = tuple([await all_reduce(part, op="mean") for part in payload])
         flat = codec.decode(total, bucket.flat, seed)
-        return Reduced(flat, sent_of(codec, flat, kept), bounded)
+        return Reduced(flat, sent_of(codec, flat, copies), bounded)
 
 
 @dataclass
 class Gathered(Strategy):
     """Every rank's payload to every rank, which decodes them all: n - 1 payloads sent by each.
 
-    ``aggregate`` makes one row of all ranks' rows, here and in ``Sharded``; the mean, unless said otherwise.
-    Only the mean honours ``join(divide_by_initial_world_size=False)``: to any other, a rank that has
-    joined is a row of zeros.
+    ``aggregate`` makes one row of all ranks' rows, here and in ``Sharded``; the default is the mean. Only the
+    mean honours ``join(divide_by_initial_world_size=False)``: any other sees a joined rank as a row of zeros.
     """
 
     codec: Codec
@@ -62,7 +64,7 @@ class Gathered(Strategy):
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checked_codec(self.codec, "Gathered")
+        check_codec(self.codec, "Gathered")
         check_aggregate(self.aggregate, "Gathered")
 
     @property
@@ -75,24 +77,24 @@ class Gathered(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         codec, seed = self.codec, bucket.seed(SALT, shared=False)
         refuse_sparse(bucket, "Gathered")
-        payload = encoded(codec, bucket, bucket.flat, bucket.residual, bucket.residual_out, seed, "gathered")
-        kept = kept_for_feedback(bucket, [payload], seed)
+        payload = encoded(codec, bucket, bucket.flat, bucket.feedback, seed, "gathered")
+        copies = copies_if_wanted(bucket, [payload], seed)
         everyone = await all_gather(payload)
         seeds = [bucket.seed(SALT, shared=False, rank=rank) for rank in range(len(everyone))]
         flat = decoded(codec, self.aggregate, bucket, everyone, seeds, bucket.flat)
         bounded = self.aggregate is mean and codec.bounded(payload)
-        return Reduced(flat, sent_of(codec, flat, kept), bounded)
+        return Reduced(flat, sent_of(codec, flat, copies), bounded)
 
 
 @dataclass
 class Sharded(Strategy):
     """Each rank reduces a shard: all-to-all, decode and combine in fp32, encode once, all-gather.
 
-    Sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. Inside of
-    ``ErrorFeedback`` what the second encoding loses is kept too, by the rank that encodes (the server's error
-    of Tang et al., 2019, "DoubleSqueeze"), in the memory that its own part does not need. ``answer`` is the
-    codec of the second encoding, the same as the first unless it is given: one bit is too little for both.
-    With two ranks it is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
+    A rank sends 2 (n - 1) / n payloads, whatever n is; a gradient is encoded twice on its way. Inside
+    ``ErrorFeedback`` the rank that encodes a shard of the answer keeps what that encoding loses (the server's
+    error of Tang et al., 2019, "DoubleSqueeze"), in the part of the memory that its own shard does not need.
+    ``answer`` is the codec of the second encoding, by default that of the first: one bit is too little for
+    both. With two ranks it is ``Gathered``: the same bytes in one exchange, and one loss instead of two.
     """
 
     codec: Codec
@@ -103,7 +105,7 @@ class Sharded(Strategy):
 
     def __post_init__(self) -> None:
         for codec in (self.codec, self.answer or self.codec):
-            checked_codec(codec, "Sharded")
+            check_codec(codec, "Sharded")
         check_aggregate(self.aggregate, "Sharded")
 
     @property

@@ -1,4 +1,4 @@
-"""What was spent stays spent: privacy ledgers where a strategy is loaded, begins anew, or follows another."""
+"""What was spent stays spent: privacy ledgers where a strategy is loaded, reset, or follows another."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from ..log import log
 from .accountant import Spent
 
 
-def begin_anew(strategy: Strategy, fresh: Mapping[str, Any]) -> None:
-    """Back to a state from before its training; but its steps were seen by the world, and stay counted."""
-    with nothing_unspent(strategy):
-        strategy.load_state_dict(fresh)
+def reset_state(strategy: Strategy, initial: Mapping[str, Any]) -> None:
+    """Load the state from before training, but for the ledgers: steps that were sent stay counted."""
+    with keep_ledgers(strategy):
+        strategy.load_state_dict(initial)
 
 
 @contextmanager
-def nothing_unspent(strategy: Strategy) -> Iterator[None]:
-    """Whatever state is loaded within: no ledger counts less than it did. The checkpoint of an earlier step
-    takes weights and residuals back, not what has left the ranks since."""
+def keep_ledgers(strategy: Strategy) -> Iterator[None]:
+    """Whatever state is loaded within, no ledger counts less than before. The checkpoint of an earlier step
+    takes weights and residuals back, but not what the ranks have sent since."""
     before = [(ledger, ledger.runs()) for ledger in ledgers(strategy)]
     yield
     for ledger, runs in before:
-        ledger.at_least(runs)
+        ledger.raise_to(runs)
 
 
 def follow(old: Strategy, new: Strategy) -> None:
-    """A model that ``old`` has trained is trained by ``new`` from now on."""
+    """A model that ``old`` has trained is trained by ``new`` from now on: ``new`` counts its steps too."""
     spent = [ledger for ledger in ledgers(old) if any(ledger.runs().values())]
     following = list(ledgers(new))
     for ledger in following:
         for earlier in spent:
             ledger.follow(earlier)
     if spent and not following:
-        log.warning("the steps from now on are not private: no epsilon that was told so far covers them")
+        log.warning("the steps from now on are not private: no epsilon that was reported so far covers them")
 
 
 def ledgers(strategy: Strategy) -> Iterator[Spent]:

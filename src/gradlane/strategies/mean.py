@@ -1,4 +1,4 @@
-"""The two simplest: the mean that DDP takes by itself, and nothing at all."""
+"""The two simplest strategies: the mean that DDP computes without a hook, and no communication."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Momentum on the workers: what is sent moves slowly, so that what is wrong stands out."""
+"""Momentum on the workers: honest ranks then send similar vectors, and wrong ones stand out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,9 +10,11 @@ from ..core.bucket import Bucket
 from ..core.memory import Memory
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
-from ..errors import InvalidValue, WrongType
+from ..errors import InvalidValue
 from ..kernels.finite import all_finite
-from .shards import refuse_sparse
+from .checks import refuse_sparse
+from .feedback import EF21, ErrorFeedback
+from .nesting import check_wrapped
 
 
 @dataclass
@@ -22,33 +24,36 @@ class WorkerMomentum(Strategy):
     Karimireddy et al., 2021, "Learning from history for Byzantine robust optimization": small attacks hide
     in the noise of single gradients, step after step; momentum takes most of it away before the ranks are
     compared. Use an optimizer without momentum: with a plain mean inside, this is an optimizer's momentum
-    whose learning rate is lr / (1 - beta). Error feedback goes inside: the residual is residual of m.
+    whose learning rate is lr / (1 - beta). Error feedback goes inside: its residual is a part of m.
 
-    Its memory is one copy of the gradient, kept by parameter name. A gradient that is not finite is sent,
-    for the others to see, and not remembered.
+    Its memory is one copy of the gradient, kept by parameter name. A non-finite gradient is sent, so that the
+    others see it, and not remembered.
     """
 
     inner: Strategy
     beta: float = 0.9
-    memory: Memory | None = None
+    memory: Memory = field(init=False, default_factory=lambda: Memory(torch.float32))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Strategy):
-            got = type(self.inner).__name__
-            raise WrongType(
-                f"WorkerMomentum wraps a strategy, got {got}; write WorkerMomentum(Combined(...)), say"
-            )
+        check_wrapped(self, self.inner, "WorkerMomentum(Combined(...)), say")
         if not is_number(self.beta) or not 0 <= self.beta < 1:
             raise InvalidValue(f"beta={self.beta!r} is not possible; use a number from 0 to below 1")
-        self.memory = self.memory or Memory(torch.float32)
+
+    def refuses_around(self, wrapper: Strategy) -> str | None:
+        if not isinstance(wrapper, ErrorFeedback | EF21):
+            return None
+        name = type(wrapper).__name__
+        return (
+            f"{name} outside of WorkerMomentum would take what the momentum holds back for a loss; put it "
+            f"inside: WorkerMomentum({name}(...))"
+        )
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        assert self.memory is not None
         refuse_sparse(bucket, "WorkerMomentum")
         flat = bucket.flat
-        kept, after = self.memory.buffers(bucket)
-        moved = bucket.empty("momentum", flat.numel(), kept.dtype)
-        torch.mul(kept, self.beta, out=moved).add_(flat, alpha=1 - self.beta)
-        after.copy_(moved if all_finite(moved) else kept)
+        momentum, momentum_out = self.memory.buffers(bucket)
+        moved = bucket.empty("momentum", flat.numel(), momentum.dtype)
+        torch.mul(momentum, self.beta, out=moved).add_(flat, alpha=1 - self.beta)
+        momentum_out.copy_(moved if all_finite(moved) else momentum)
         flat.copy_(moved)
         return await self.inner.reduce(bucket)

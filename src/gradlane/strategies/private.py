@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import SystemRandom
 
 import numpy as np
@@ -14,40 +14,42 @@ from torch import Tensor
 from ..core.bucket import Bucket
 from ..core.collectives import all_reduce, note, step_sum
 from ..core.numbers import is_number
-from ..core.strategy import Reduced, Strategy, parts
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..log import log
 from .accountant import Spent, epsilon_of, epsilon_of_all
+from .nesting import check_wrapped
 
 PIECE = 65_536  # elements at a time: the doubles they become stay in the cache
 WITHIN = 1 - 1e-6  # of ``clip``: rounding may not carry a norm above it
+FP16 = "Private with float16 on the wire: small noise would vanish there, and hide nothing; use bfloat16"
 
 
 @dataclass
 class Private(Strategy):
-    """Differential privacy for whole workers, *never for single examples*: their data as one.
+    """Differential privacy for workers, *never for single examples*: all data of a worker count as one.
 
-    1. Each worker's whole gradient, all buckets together, is scaled down to a norm of at most ``clip``.
+    1. Each worker's gradient, all buckets together, is scaled down to a norm of at most ``clip``.
     2. Each of n ranks adds Gaussian noise of deviation ``noise_multiplier * clip / sqrt(n)``. The sum has
        deviation ``noise_multiplier * clip``, the mean ``noise_multiplier * clip / n``. Joined ranks add
        theirs too.
     3. ``inner`` takes the mean.
 
-    ``epsilon(delta)`` says what all steps so far have cost. Two neighbouring runs differ by one worker, whose
-    contributions are there or are zeros in every step; n, which the mean divides by, is public and the same
-    in both. The bound covers what leaves the group of ranks: averaged gradients, weights. It does not cover
-    one rank against another, because a rank knows its own noise and may see single messages; nor buffers,
-    metrics or losses, which do not pass through here.
+    ``epsilon(delta)`` is the cost of all steps so far. Two neighbouring runs differ by one worker, whose
+    contributions are either present or zero in every step; n, which the mean divides by, is public and the
+    same in both. The bound covers what leaves the group of ranks: averaged gradients, weights. It does not
+    protect one rank from another, because a rank knows its own noise and may see single messages. Nor does it
+    cover buffers, metrics or losses, which do not pass through here.
 
     ``sample_rate``: each worker takes part in a step with this probability (a secret coin; otherwise
     its gradient counts as zeros), and the mean is divided by it. The accountant credits that.
 
-    Inside may be what depends on nothing but the sum of what the ranks give in this step: ``Mean``, ``Cast``
-    to bfloat16, ``PowerSGD``, ``Summed``. If the gradient of a rank that takes part is not finite, nothing is
+    A strategy inside must depend only on the sum of the ranks' gradients of this step: ``Mean``, ``Cast`` to
+    bfloat16, ``PowerSGD``, ``Summed``. If the gradient of a rank that takes part is non-finite, nothing is
     sent and nothing spent: the answer is NaN, so that the step is skipped and a GradScaler lowers its scale.
-    That it was skipped is one bit that no noise covers. ``private_nonfinite`` in the metrics counts such
-    gradients of this rank, ``private_clipped`` the steps in which it was clipped. ``noise_multiplier=0``
-    only clips.
+    That a step was skipped is one bit that no noise covers. In the metrics ``private_nonfinite`` counts such
+    gradients of this rank, and ``private_clipped`` the steps in which it was clipped.
+    ``noise_multiplier=0`` only clips.
 
     Sources: McMahan et al. (2018) for the mechanism, Mironov (2017; et al., 2019) for the accountant.
     """
@@ -56,10 +58,10 @@ class Private(Strategy):
     clip: float
     noise_multiplier: float
     sample_rate: float = 1.0
-    spent: Spent | None = None
+    spent: Spent = field(init=False)
+    _participation: _Participation | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
         if not is_number(self.clip) or not 0 < self.clip < math.inf:
             raise InvalidValue(f"Private clip={self.clip!r}; use a norm above 0")
         if not is_number(self.noise_multiplier) or not 0 <= self.noise_multiplier < math.inf:
@@ -73,17 +75,36 @@ class Private(Strategy):
             )
         if self.noise_multiplier == 0:
             log.warning("Private with noise_multiplier=0 clips and hides nothing: its epsilon is infinite")
-        self.spent = self.spent or Spent(self.noise_multiplier, self.sample_rate)
-        self._now: _Part | None = None
+        self.spent = Spent(self.noise_multiplier, self.sample_rate)
+        check_wrapped(self, self.inner, "Private(Mean(), clip=1.0, noise_multiplier=1.0)")
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        if not part.linear:
+            return (
+                f"Private cannot hold {type(part).__name__}: the noise of all ranks protects their sum, so "
+                "what is inside may depend on this step's sum alone. Feedback keeps parts of a gradient for "
+                "later, weights and robust rules treat ranks apart, other codecs encode before the noises "
+                "have met. "
+                "Write Private(Mean(), ...), or to send less Private(Cast(Mean(), bfloat16), ...), "
+                "Private(PowerSGD(), ...) or Private(Summed(RandomK()), ...), without feedback"
+            )
+        return FP16 if _in_fp16(part) else None
+
+    def refuses_around(self, wrapper: Strategy) -> str | None:
+        if not wrapper.keeps_privacy:
+            return (
+                f"{type(wrapper).__name__} around Private would break its bound, which is for whole "
+                "gradients, as they are, in every step; Private is the outermost, but for Cast"
+            )
+        return FP16 if _in_fp16(wrapper) else None
 
     def epsilon(self, delta: float, steps: int | None = None) -> float:
         """(epsilon, delta)-differential privacy *per worker*, never per example, of the steps so far.
 
         ``steps`` asks for a number of steps instead, to plan a run. A step that failed counts, because
         something was sent; one that was skipped before anything was sent does not. Steps of an earlier
-        training with this strategy count, and of a ``Private`` in whose place ``swap`` has put this one.
+        training with this strategy count, and those of a ``Private`` that ``swap`` has replaced by this one.
         """
-        assert self.spent is not None
         if steps is None:
             return epsilon_of_all(self.spent.runs(), delta)
         return epsilon_of(self.noise_multiplier, self.sample_rate, steps, delta)
@@ -91,41 +112,41 @@ class Private(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
         flat = bucket.flat
-        room = bucket.empty("private piece", min(PIECE, flat.numel()), torch.float64)
-        square = await step_sum(squared_norm(flat, room), of=self)
+        buffer = bucket.empty("private piece", min(PIECE, flat.numel()), torch.float64)
+        square = await step_sum(squared_norm(flat, buffer), of=self)
         wide = flat
         if (dtype := torch.promote_types(flat.dtype, torch.float32)) != flat.dtype:
             wide = bucket.empty("private", flat.numel(), dtype).copy_(flat)
-        part = await self._part(square)
+        part = await self._participate(square)
         if part.refused:
             return Reduced(flat.fill_(math.nan))
         if flat.device.type != "meta":
             part.scale_down(wide)
             if self.noise_multiplier:
-                add_noise(wide, self.noise_multiplier * self.clip / math.sqrt(bucket.world), room)
+                add_noise(wide, self.noise_multiplier * self.clip / math.sqrt(bucket.world), buffer)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         mean = reduced.mean
         if self.sample_rate != 1:
-            mean = mean.div_(self.sample_rate).detach()  # no more the bounded answer: it may be infinite
+            mean = mean.div_(self.sample_rate).detach()  # another object: it is not the bounded answer
         return Reduced(mean if wide is flat else flat.copy_(mean))
 
-    async def _part(self, square: Tensor) -> _Part:
-        """How this rank takes part in the step, which all ranks agree to take before anything is sent."""
-        assert self.spent is not None
-        if self._now is not None and self._now.square is square:  # all buckets of a step get the same tensor
-            return self._now
-        part = _Part(square, self.clip, self.sample_rate)
+    async def _participate(self, square: Tensor) -> _Participation:
+        """How this rank takes part in the step. All ranks agree on the step before anything is sent."""
+        part = self._participation
+        if part is not None and part.square is square:  # all buckets of a step get the same tensor
+            return part
+        part = _Participation(square, self.clip, self.sample_rate)
         bad = torch.tensor([part.bad], dtype=torch.int32, device=square.device)
         bad = await all_reduce(bad, op="max", exact=True)
         if square.device.type != "meta":
             part.refused = bool(bad.item())
             self.spent.steps += not part.refused  # before anything is sent
             await note(private_clipped=part.clipped, private_nonfinite=part.nonfinite)
-        self._now = part
+        self._participation = part
         return part
 
 
-class _Part:
+class _Participation:
     """How this rank takes part in one step."""
 
     def __init__(self, square: Tensor, clip: float, sampling: float) -> None:
@@ -134,87 +155,56 @@ class _Part:
         self.nonfinite = not math.isfinite(norm)
         self.clipped = not self.nonfinite and norm > clip * WITHIN
         chosen = SystemRandom().random() < sampling
-        self.bad = self.nonfinite and chosen  # what a rank holds that takes no part must not show
+        self.bad = self.nonfinite and chosen  # the gradient of a rank that takes no part must not show
         self.refused = False
         self._scale = 0.0 if not chosen else clip * WITHIN / norm if self.clipped else 1.0
 
     def scale_down(self, flat: Tensor) -> None:
-        """Make of the gradient what this rank gives to the sum, but for its noise."""
+        """Turn the gradient into this rank's contribution to the sum, without its noise."""
         if self._scale == 0:  # not 0 * nan
             flat.zero_()
         elif self._scale < 1:
             flat.mul_(self._scale)
 
 
-def squared_norm(flat: Tensor, room: Tensor) -> Tensor:
-    """In fp64, where no fp32 gradient overflows; as much at a time as there is room."""
+def squared_norm(flat: Tensor, buffer: Tensor) -> Tensor:
+    """In fp64, where no fp32 gradient overflows; one buffer at a time."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     if flat.device.type != "meta" and flat.numel():
-        for piece in torch.split(flat, room.numel()):
-            wide = room[: piece.numel()].copy_(piece)
+        for piece in torch.split(flat, buffer.numel()):
+            wide = buffer[: piece.numel()].copy_(piece)
             total += wide.dot(wide)
     return total
 
 
-def add_noise(flat: Tensor, deviation: float, room: Tensor) -> None:
+def add_noise(flat: Tensor, deviation: float, buffer: Tensor) -> None:
     """Gaussian noise that nobody can draw again.
 
-    The one place where randomness is no function of place (``bucket.seed``): who could draw the noise
-    again could take it off. Each call has a key of 128 bits from the operating system, on every rank its own.
+    Here, and only here, randomness does not come from ``bucket.seed``: whoever could draw the noise again
+    could subtract it. Each call has a key of 128 bits from the operating system, another one on every rank.
     """
     source = np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16), "little")))
-    drawn = room if room.device.type == "cpu" else torch.empty(room.shape, dtype=room.dtype)
-    for piece in torch.split(flat, max(1, room.numel())):
+    drawn = buffer if buffer.device.type == "cpu" else torch.empty(buffer.shape, dtype=buffer.dtype)
+    for piece in torch.split(flat, max(1, buffer.numel())):
         part = drawn[: piece.numel()]
         source.standard_normal(out=part.numpy())
         piece.add_(part.to(flat.device), alpha=deviation)
 
 
-def refuse_private_inside(name: str, *inner: Strategy) -> None:
-    """For wrappers that would leave some gradients out of the bound, or add to them behind it."""
-    if any(isinstance(part, Private) for strategy in inner for part in parts(strategy)):
-        raise InvalidValue(
-            f"{name} around Private would break its bound, which is for whole gradients, as they are, in "
-            "every step; Private is the outermost, but for Cast"
-        )
-
-
-def refuse_private_in_fp16(inner: Strategy) -> None:
-    if any(isinstance(part, Private) for part in parts(inner)):
-        raise InvalidValue(_FP16)
-
-
-def _check_inner(inner: object) -> None:
-    if not isinstance(inner, Strategy):
-        got = type(inner).__name__
-        raise WrongType(
-            f"Private wraps a strategy, got {got}; write Private(Mean(), clip=1.0, noise_multiplier=1.0)"
-        )
-    for part in parts(inner):
-        if not part.linear:
-            raise InvalidValue(
-                f"Private cannot hold {type(part).__name__}: the noise of all ranks protects their sum, so "
-                "what is inside may depend on this step's sum alone. Feedback keeps parts of a gradient for "
-                "later, weights and robust rules treat ranks apart, other codecs encode before the noises "
-                "have met. Write Private(Mean(), ...), or to send less Private(Cast(Mean(), bfloat16), ...), "
-                "Private(PowerSGD(), ...) or Private(Summed(RandomK()), ...), without feedback"
-            )
-        if getattr(part, "dtype", None) == torch.float16:
-            raise InvalidValue(_FP16)
-
-
 def _check_bucket(bucket: Bucket) -> None:
     if bucket.flat.is_sparse:
         raise WrongType(
-            f"Private cannot hide the sparse gradient of {bucket.names[0]!r}, whose places tell which rows "
+            f"Private cannot hide the sparse gradient of {bucket.names[0]!r}, whose indices show which rows "
             "were used; use a dense embedding"
         )
-    if bucket.feedback:
+    if bucket.feedback is not None:
         raise InvalidValue(
-            "feedback around Private would take its noise off again in the next step; leave it out"
+            "feedback around Private would subtract its noise again in the next step; leave it out"
         )
     if bucket.wire == torch.float16:
-        raise InvalidValue(_FP16)
+        raise InvalidValue(FP16)
 
 
-_FP16 = "Private with float16 on the wire: small noise would vanish there, and hide nothing; use bfloat16"
+def _in_fp16(part: Strategy) -> bool:
+    """Whether it is a ``Cast`` to float16."""
+    return getattr(part, "dtype", None) == torch.float16

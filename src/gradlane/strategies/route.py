@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket, Layout, Slot, as_layout
-from ..core.strategy import Reduced, Strategy
+from ..core.strategy import Reduced, Strategy, parts
 from ..errors import WrongType
+from ..log import log
 from .mean import Mean
-from .private import refuse_private_inside
+from .nesting import check_nesting
 
 OTHERWISE = ""
 
@@ -24,14 +25,16 @@ OTHERWISE = ""
 class Route(Strategy):
     """The first pattern that matches a parameter's name chooses its strategy, else ``otherwise``.
 
-    Patterns are shell-like: ``Route({"embed.*": Mean(), "*.bias": Mean()}, otherwise=...)``. The
-    parts of a bucket go one after the other, in the order of the patterns, ``otherwise`` last. Patterns that
-    lead to one and the same strategy (the object, not its like) are one part: it sees all they match at once.
+    Patterns are shell-like: ``Route({"embed.*": Mean(), "*.bias": Mean()}, otherwise=...)``. The parts of a
+    bucket go one after the other, in the order of the patterns, ``otherwise`` last. Patterns that lead to the
+    same strategy object are one part: the strategy sees all that they match at once. (Two equal objects stay
+    two parts: each may have a state.)
     """
 
     rules: Mapping[str, Strategy]
     otherwise: Strategy = field(default_factory=Mean)
     linear: ClassVar[bool] = True
+    keeps_privacy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -44,38 +47,38 @@ class Route(Strategy):
                     f"{pattern!r} leads to a {type(strategy).__name__}; a route leads from a name "
                     "pattern to a strategy"
                 )
-        refuse_private_inside("Route", *self.rules.values(), self.otherwise)
+        check_nesting(self)
 
     @property
     def averages(self) -> bool:
         return all(strategy.averages for strategy in (*self.rules.values(), self.otherwise))
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        shares = _shares(self._leading(), as_layout(bucket.layout))
-        if len(shares) == 1:  # the usual case, and the only one for a sparse gradient
-            return await self._strategy(next(iter(shares))).reduce(bucket)
-        gave_sent: list[tuple[list[slice], Callable[[], Tensor] | None, Tensor]] = []
+        routed = _routed(self._first_patterns(), as_layout(bucket.layout))
+        if len(routed) == 1:  # the usual case, and the only one for a sparse gradient
+            return await self._strategy(next(iter(routed))).reduce(bucket)
+        answers: list[tuple[list[slice], Callable[[], Tensor] | None, Tensor]] = []
         bounded = True
-        for pattern, (places, layout) in shares.items():
-            part = replace(bucket, flat=_gathered(bucket.flat, places), layout=layout)
-            mine = part.flat.clone() if bucket.feedback else part.flat
+        for pattern, (slices, layout) in routed.items():
+            part = replace(bucket, flat=_gathered(bucket.flat, slices), layout=layout)
+            gradient = part.flat.clone() if bucket.wants_sent else part.flat
             reduced = await self._strategy(pattern).reduce(part)
-            _scattered(reduced.mean, places, into=bucket.flat)
-            gave_sent.append((places, reduced.sent, mine))
+            _scatter(reduced.mean, slices, into=bucket.flat)
+            answers.append((slices, reduced.sent, gradient))
             bounded = bounded and reduced.bounded
-        if not any(sent for _, sent, _ in gave_sent):
+        if not any(sent for _, sent, _ in answers):
             return Reduced(bucket.flat, bounded=bounded)
 
         def sent() -> Tensor:
-            whole = torch.empty_like(bucket.flat)
-            for places, part_sent, mine in gave_sent:
-                _scattered(part_sent() if part_sent else mine, places, into=whole)
-            return whole
+            out = torch.empty_like(bucket.flat)
+            for slices, part_sent, gradient in answers:
+                _scatter(part_sent() if part_sent else gradient, slices, into=out)
+            return out
 
         return Reduced(bucket.flat, sent, bounded)
 
-    def _leading(self) -> tuple[tuple[str, str], ...]:
-        """Each pattern, and the first that has the same strategy."""
+    def _first_patterns(self) -> tuple[tuple[str, str], ...]:
+        """Each pattern, and the first pattern that has the same strategy."""
         firsts: dict[int, str] = {}
         return tuple(
             (pattern, firsts.setdefault(id(strategy), pattern))
@@ -86,42 +89,51 @@ class Route(Strategy):
         return self.otherwise if pattern == OTHERWISE else self.rules[pattern]
 
     def unmatched(self, names: tuple[str, ...]) -> list[str]:
-        """Patterns that no parameter has: most likely a slip of the pen."""
+        """Patterns that match no parameter: most likely a typing mistake."""
         return [p for p in self.rules if not any(fnmatchcase(name, p) for name in names)]
 
 
-Shares = dict[str, tuple[list[slice], Layout]]
+def warn_of_unmatched(strategy: Strategy, names: Iterable[str]) -> None:
+    """Log the patterns of every ``Route`` in a strategy that match none of the model's parameters."""
+    names = tuple(names)
+    for part in parts(strategy):
+        if isinstance(part, Route) and (unmatched := part.unmatched(names)):
+            log.warning("Route: no parameter matches %s", ", ".join(map(repr, unmatched)))
+
+
+Routed = dict[str, tuple[list[slice], Layout]]
+"""By first pattern: where its parameters lie in the flat gradient, and which they are."""
 
 
 @lru_cache(maxsize=1024)
-def _shares(leading: tuple[tuple[str, str], ...], layout: Layout) -> Shares:
-    """Which places of the flat gradient belong to which leading pattern; neighbours are joined."""
-    leaders = dict(leading)
-    places: dict[str, list[slice]] = {leader: [] for leader in leaders.values()}
-    slots: dict[str, list[Slot]] = {leader: [] for leader in leaders.values()}
+def _routed(first_patterns: tuple[tuple[str, str], ...], layout: Layout) -> Routed:
+    """Neighbouring parameters of one part are joined to one slice."""
+    first = dict(first_patterns)
+    slices: dict[str, list[slice]] = {pattern: [] for pattern in first.values()}
+    slots: dict[str, list[Slot]] = {pattern: [] for pattern in first.values()}
     start = 0
     for slot in layout:
-        chosen = leaders[next((p for p in leaders if fnmatchcase(slot.name, p)), OTHERWISE)]
-        own, stop = places[chosen], start + slot.numel
+        chosen = first[next((p for p in first if fnmatchcase(slot.name, p)), OTHERWISE)]
+        own, stop = slices[chosen], start + slot.numel
         if own and own[-1].stop == start:
             own[-1] = slice(own[-1].start, stop)
         else:
             own.append(slice(start, stop))
         slots[chosen].append(slot)
         start = stop
-    return {leader: (places[leader], Layout(found)) for leader, found in slots.items() if found}
+    return {pattern: (slices[pattern], Layout(found)) for pattern, found in slots.items() if found}
 
 
-def _gathered(flat: Tensor, places: list[slice]) -> Tensor:
-    """A view where the places are one run, else a copy."""
-    if len(places) == 1:
-        return flat[places[0]]
-    return torch.cat([flat[place] for place in places])
+def _gathered(flat: Tensor, slices: list[slice]) -> Tensor:
+    """A view where there is one slice, else a copy."""
+    if len(slices) == 1:
+        return flat[slices[0]]
+    return torch.cat([flat[where] for where in slices])
 
 
-def _scattered(part: Tensor, places: list[slice], *, into: Tensor) -> None:
+def _scatter(part: Tensor, slices: list[slice], *, into: Tensor) -> None:
     start = 0
-    for place in places:
-        size = place.stop - place.start
-        into[place].copy_(part[start : start + size])
+    for where in slices:
+        size = where.stop - where.start
+        into[where].copy_(part[start : start + size])
         start += size

@@ -10,7 +10,7 @@ from ..core.numbers import is_whole
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from .mean import Mean
-from .private import refuse_private_inside
+from .nesting import check_nesting
 
 
 @dataclass
@@ -21,6 +21,7 @@ class After(Strategy):
     then: Strategy
     first: Strategy = field(default_factory=Mean)
     linear: ClassVar[bool] = True
+    keeps_privacy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not is_whole(self.step):
@@ -30,7 +31,7 @@ class After(Strategy):
         for name in ("then", "first"):
             if not isinstance(getattr(self, name), Strategy):
                 raise WrongType(f"{name}={getattr(self, name)!r} is not a strategy; write Mean(), say")
-        refuse_private_inside("After", self.then, self.first)
+        check_nesting(self)
 
     @property
     def averages(self) -> bool:

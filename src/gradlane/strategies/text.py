@@ -1,4 +1,4 @@
-"""Strategies as text: for the command line and config files. ``describe`` writes it, ``parse`` reads it."""
+"""Strategies as text, for the command line and config files: ``describe`` writes it, ``parse`` reads it."""
 
 from __future__ import annotations
 
@@ -6,75 +6,49 @@ import ast
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from inspect import isabstract
 from typing import Any
 
 import torch
 
-from ..aggregate.adasum import AdaSum
-from ..aggregate.centre import CenteredClipping, GeometricMedian
-from ..aggregate.elementwise import Median, NearMedian, TrimmedMean
-from ..aggregate.krum import Bulyan, Krum, MultiKrum
-from ..aggregate.mean import mean
-from ..aggregate.nnm import NNM
+from ..aggregate.rule import Rule
 from ..aggregate.watch import Watch
-from ..codecs.fp8 import Fp8
-from ..codecs.natural import Natural
-from ..codecs.randomk import RandomK
-from ..codecs.raw import Raw
-from ..codecs.sign import Sign
-from ..codecs.topk import TopK
-from ..codecs.uniform import Int2, Int4, Int8
+from ..codecs.base import Codec
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongType
-from .cast import Cast
-from .combined import Combined
-from .described import describe, is_function
-from .dgc import DGC
-from .exchange import Gathered, Sharded, Summed
-from .feedback import EF21, ErrorFeedback
-from .lowrank.acpsgd import AcpSGD
-from .lowrank.powersgd import PowerSGD
-from .mean import Mean, Noop
-from .momentum import WorkerMomentum
-from .private import Private
-from .route import Route
-from .schedule import After
-from .weighted import WeightedMean
+from .describe import describe, is_function
 
-__all__ = ["AGGREGATES", "CODECS", "DTYPES", "STRATEGIES", "describe", "parse", "wrote"]
+__all__ = ["DTYPES", "describe", "exported_parts", "parse", "saved_by"]
 
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    part.__name__: part
-    for part in (
-        *(Mean, Noop, Cast, WeightedMean, Private, After, Route),
-        *(Summed, Gathered, Sharded, Combined, PowerSGD, AcpSGD),
-        *(ErrorFeedback, EF21, DGC, WorkerMomentum),
-    )
-}
-CODECS: dict[str, Callable[..., Any]] = {
-    part.__name__: part for part in (Raw, Int8, Int4, Int2, Sign, Fp8, Natural, TopK, RandomK)
-}
-AGGREGATES: dict[str, Callable[..., Any]] = {
-    part.__name__: part
-    for part in (
-        *(mean, Median, TrimmedMean, NearMedian, Krum, MultiKrum, Bulyan, GeometricMedian, CenteredClipping),
-        *(AdaSum, NNM, Watch),
-    )
-}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
+MOST_LEVELS = 100  # of calls inside calls; a strategy has less than ten
 
 
-MOST_LEVELS = 100  # one inside the other; a strategy has less than ten
+@cache
+def exported_parts() -> dict[str, Callable[..., Any]]:
+    """All strategies, codecs and aggregates that the package exports, by name."""
+    package = import_module(__name__.partition(".")[0])
+    exported = {name: getattr(package, name) for name in package.__all__}
+    return {name: part for name, part in exported.items() if _is_part(part)}
+
+
+def _is_part(exported: object) -> bool:
+    if isinstance(exported, type):
+        return issubclass(exported, Strategy | Codec | Rule | Watch) and not isabstract(exported)
+    return is_function(exported)
 
 
 def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> Strategy:
     """Read a strategy from text such as ``Cast(Mean(), bfloat16)``.
 
-    Only known names, numbers, strings, lists, tuples, dicts and dtypes are read; nothing is
-    evaluated or imported. ``names`` adds classes of your own: ``{"MajorityVote": MajorityVote}``.
+    Known are the strategies, codecs and aggregates that the package exports, numbers, strings, lists, tuples,
+    dicts and dtypes; the text is not evaluated, and imports nothing. ``names`` adds classes of your own:
+    ``{"MajorityVote": MajorityVote}``.
     """
     if not isinstance(text, str):
         raise WrongType(f"parse reads text, got {type(text).__name__}")
@@ -84,7 +58,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> S
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError, Warning) as error:
         raise InvalidValue(f"{_in_short(text)} is not a strategy: {error}") from None
-    known = {**STRATEGIES, **CODECS, **AGGREGATES, **(names or {})}
+    known = {**exported_parts(), **(names or {})}
     strategy = _read(tree, known, _in_short(text), MOST_LEVELS)
     if strategy is known.get(text.strip()) and not is_function(strategy):
         raise InvalidValue(f"{text!r} is a name only; write {text.strip()}()")
@@ -94,7 +68,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> S
 
 
 def _in_short(text: str) -> str:
-    """For messages: nobody reads a page of it."""
+    """The text for messages, cut where it is long."""
     return repr(text) if len(text) <= 500 else f"{text[:200]!r}... ({len(text):,} characters)"
 
 
@@ -138,7 +112,7 @@ def _made(
     text: str,
     read: Callable[[ast.expr], Any],
 ) -> Any:
-    """What a call of a known name stands for."""
+    """Call a known class with the arguments of the text."""
     if part is None or isinstance(part, torch.dtype) or is_function(part):
         raise InvalidValue(f"{name} in {text} takes no arguments; write it without brackets")
     if any(word.arg is None for word in keywords) or any(isinstance(arg, ast.Starred) for arg in args):
@@ -150,7 +124,7 @@ def _made(
     try:
         return part(*values, **named)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
-        # What a class says of its options is said here of the text; as it is where it is of ours already.
+        # An error of our own names the option already; any other gets the text as context.
         if isinstance(error, InvalidValue):
             raise
         raise InvalidValue(f"{name} in {text}: {error}") from None
@@ -184,16 +158,16 @@ def _known(name: str, known: Mapping[str, Callable[..., Any]], text: str) -> Any
     raise InvalidValue(f"{name!r} in {text} is not known; {hint}")
 
 
-def wrote(strategy: Strategy, text: str) -> bool:
-    """Whether a state that says it was saved by ``text`` is of this strategy.
+def saved_by(strategy: Strategy, text: str) -> bool:
+    """Whether a state that was saved by the strategy ``text`` is one of this strategy.
 
-    Up to 0.1 defaults were left out of what was saved, and an option may have come since: both are taken
-    for what they are by default today.
+    Version 0.1 left defaults out of the text, and an option may have been added since: options that are not
+    in the text have today's defaults.
     """
-    mine = describe(strategy, shared_only=True)
-    if text in (mine, describe(strategy, short=True, shared_only=True)):
+    own = describe(strategy, shared_only=True)
+    if text in (own, describe(strategy, short=True, shared_only=True)):
         return True
     try:
-        return describe(parse(text), shared_only=True) == mine
+        return describe(parse(text), shared_only=True) == own
     except InvalidValue:
         return False

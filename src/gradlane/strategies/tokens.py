@@ -1,4 +1,4 @@
-"""Counting what a gradient is a sum over, so that uneven ranks and micro-batches make an exact mean."""
+"""Counting the tokens behind a gradient, so that uneven ranks and micro-batches make an exact mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import InvalidValue, WrongType
 
 
 class Counted(NamedTuple):
-    """What the gradient of a step is: the sum over so many tokens, divided by ``unit``."""
+    """The gradient of a step is the sum over ``tokens`` tokens, divided by ``unit``."""
 
     tokens: float
     unit: float
@@ -29,14 +29,14 @@ class TokenCount:
         loss = tokens.mean_of(loss_sum, count)  # loss_sum: of all tokens, cross_entropy(reduction="sum")
         loss.backward()
 
-    What is applied is then the gradient of the sum of all tokens' losses divided by the number of all tokens,
-    over all ranks and all micro-batches since the last synchronised backward, however uneven they are. A
-    rank that has no tokens takes part with a loss of 0. One count belongs to one attachment.
+    The answer is then the gradient of the sum of all tokens' losses divided by the number of all tokens, over
+    all ranks and all micro-batches since the last synchronised backward, however uneven they are. A rank
+    without tokens takes part with a loss of 0. One count belongs to one attachment.
     """
 
     for_one_model: ClassVar[bool] = True
     lasts: ClassVar[bool] = True
-    """It counts what comes, and is not about a model's past."""
+    """It counts the current step, and keeps nothing of a model's past."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -55,7 +55,7 @@ class TokenCount:
         """
         tokens = _checked(count)
         if not tokens:
-            return loss_sum * 0.0  # what no token stands for has no gradient
+            return loss_sum * 0.0  # without tokens there is no gradient
         if not torch.is_grad_enabled():
             return loss_sum / tokens
         self._unit = self._unit or tokens
@@ -63,13 +63,13 @@ class TokenCount:
         return loss_sum / self._unit
 
     def take(self) -> Counted:
-        """What the gradient is; counting begins anew. ``WeightedMean`` calls it, once per step."""
+        """The count, which then restarts at 0. ``WeightedMean`` calls it once per step."""
         counted = Counted(self._count, self._unit or 1.0)
         self.reset()
         return counted
 
     def reset(self) -> None:
-        """Begin anew: for gradients that were computed and thrown away."""
+        """Restart at 0, for gradients that were computed and thrown away."""
         self._count = self._unit = 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,95 +12,119 @@ from ..aggregate.mean import mean
 from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce
 from ..core.numbers import is_number
-from ..core.strategy import Reduced, Strategy, parts
+from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from .combined import Combined
+from .feedback import EF21, ErrorFeedback
 from .mean import Mean
-from .private import refuse_private_inside
-from .weights import ROUNDING, Asked, Mine, Weight, shares
+from .nesting import check_wrapped
+from .weights import ROUNDING, RankWeight, StepWeight, Weight, shares
 
 
 @dataclass
 class WeightedMean(Strategy):
     """sum(w_i * g_i) / sum(w_i), carried by any strategy that takes a mean.
 
-    ``weight`` is this rank's number, a function that is asked once per step, so that all buckets
-    of a step agree (how many samples this rank has just seen, say), or a ``TokenCount``. A function may take
-    the bucket (``lambda bucket: tokens[bucket.rank]``) or nothing. A rank with weight 0 is not counted, nor
-    is one that has joined early. If all weights are 0 every rank raises.
+    ``weight`` is this rank's number, a function that is called once per step, so that all buckets of a step
+    agree (how many samples this rank has just seen, say), or a ``TokenCount``. A function may take the bucket
+    (``lambda bucket: tokens[bucket.rank]``) or nothing. A rank with weight 0 does not count, nor does one
+    that has joined early. If all weights are 0 every rank raises.
 
     With the plain mean inside there is one all-reduce of [w*g, w] per bucket, in fp32 at least. With any
     other, inside a ``Cast``, or with ``max_share``, the weights go first in a message of their own, 8 bytes
-    to
-    each rank, and ``inner`` gets n * w_i / sum(w) * g_i, in fp32 at least.
+    to each rank, and ``inner`` gets n * w_i / sum(w) * g_i, in fp32 at least.
 
-    ``max_share`` is the largest share of the whole that a rank may have, where weights are not to be
-    trusted: see
-    ``shares``. Feedback belongs inside, ``WeightedMean(w, ErrorFeedback(...))``: the residual was weighed
-    in its own step, and is not weighed again.
+    ``max_share`` is the largest share of the sum of weights that a rank may have, where weights are not to be
+    trusted: see ``shares``. Feedback belongs inside, ``WeightedMean(w, ErrorFeedback(...))``: the residual
+    was weighed in its own step, and is not weighed again.
     """
 
     weight: Weight = field(metadata={"per_rank": True})
     inner: Strategy = field(default_factory=Mean)
     max_share: float | None = None
+    keeps_privacy: ClassVar[bool] = False
+    _step_weight: StepWeight = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._asked = Asked(self.weight)
+        self._step_weight = StepWeight(self.weight)
         if self.max_share is not None and not (is_number(self.max_share) and 0 < self.max_share <= 1):
             raise InvalidValue(
-                f"max_share={self.max_share!r}; it is a share of the whole, above 0 and at most 1"
+                f"max_share={self.max_share!r}; it is a share of the sum of weights, above 0 and at most 1"
             )
-        _check_inner(self.inner)
+        check_wrapped(self, self.inner, "WeightedMean(weight, Mean())")
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        if isinstance(part, Combined):
+            return (
+                "Combined inside WeightedMean would leave ranks out, and their weights would be missing from "
+                "the sum; write WeightedMean(weight, Sharded(...)), or leave the weights out"
+            )
+        if getattr(part, "aggregate", mean) is not mean:
+            return (
+                f"WeightedMean weighs what a mean adds up, and the {type(part).__name__} inside it takes "
+                "another aggregate of the weighted gradients; use its default, or leave the weights out"
+            )
+        return None
+
+    def refuses_around(self, wrapper: Strategy) -> str | None:
+        name = type(wrapper).__name__
+        if isinstance(wrapper, WeightedMean):
+            return "WeightedMean inside WeightedMean; multiply the weights, and use one"
+        if isinstance(wrapper, ErrorFeedback | EF21):
+            return (
+                f"{name} outside of WeightedMean would weigh the residual by a later step's weights; put it "
+                f"inside: WeightedMean(weight, {name}(...))"
+            )
+        return None
 
     def check_world(self, world: int) -> None:
-        """Alone, a rank has the whole, whatever ``max_share`` says."""
+        """A single rank has all of the weight, whatever ``max_share`` says."""
         if self.max_share is not None and world > 1 and self.max_share * world < 1 - ROUNDING:
             raise InvalidValue(
                 f"max_share={self.max_share:g} is not possible with {world} ranks, whose shares add up to "
-                f"1; use at "
-                f"least 1/{world}"
+                f"1; use at least 1/{world}"
             )
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         _check_bucket(bucket)
-        mine = self._asked.mine(bucket)
+        own = self._step_weight.of(bucket)
         if type(self.inner) is Mean and self.max_share is None and not _narrowed(bucket):
-            return Reduced(await _in_one_message(bucket, mine))
+            return Reduced(await _in_one_message(bucket, own))
         flat = bucket.flat
-        factor = await self._factor(bucket, mine)
+        factor = await self._factor(bucket, own)
         wide = flat
         if (dtype := _wide(flat)) != flat.dtype:
             wide = bucket.empty("weighted", flat.numel(), dtype).copy_(flat)
-        # Not 0 * nan: what a rank that does not count holds must not reach the others.
+        # Not 0 * nan: the gradient of a rank that does not count must not reach the others.
         wide = wide.mul_(factor) if factor else wide.zero_()
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         return Reduced(reduced.mean if wide is flat else flat.copy_(reduced.mean))
 
-    async def _factor(self, bucket: Bucket, mine: Mine) -> float:
-        """What makes this rank's gradient its part of a plain mean."""
+    async def _factor(self, bucket: Bucket, own: RankWeight) -> float:
+        """The factor that makes this rank's gradient its part of a plain mean."""
         self.check_world(bucket.world)
         # The bits of a double as an integer: no ``Cast`` around narrows it.
-        bits = torch.tensor([mine.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
+        bits = torch.tensor([own.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
         everyone = await all_gather((bits,))
         if bits.device.type == "meta":
             return 1.0
         weights = [row.view(torch.float64).item() for (row,) in everyone]
         if not any(weights):
             raise _nobody_counts(bucket, 0.0)
-        if not mine.weight:
+        if not own.weight:
             return 0.0
         share = shares(weights, self.max_share)[bucket.rank]
-        return share * bucket.divisor() * (mine.times / mine.weight)
+        return share * bucket.divisor() * (own.factor / own.weight)
 
 
-async def _in_one_message(bucket: Bucket, mine: Mine) -> Tensor:
+async def _in_one_message(bucket: Bucket, own: RankWeight) -> Tensor:
     flat = bucket.flat
     message = bucket.empty("weighted mean", flat.numel() + 1, _wide(flat))
-    if mine.weight:
-        message[:-1].copy_(flat).mul_(mine.times)
+    if own.weight:
+        message[:-1].copy_(flat).mul_(own.factor)
     else:
         message[:-1].zero_()
-    message[-1] = mine.weight
+    message[-1] = own.weight
     total = await all_reduce(message, op="sum")
     weights = total[-1]
     if weights.device.type != "meta" and not weights > 0:
@@ -130,29 +155,8 @@ def _check_bucket(bucket: Bucket) -> None:
             f"WeightedMean cannot carry the sparse gradient of {name!r}; use a dense embedding, "
             f"or Route({{{name!r}: Mean()}}, otherwise=WeightedMean(...))"
         )
-    if bucket.feedback:
+    if bucket.feedback is not None:
         raise InvalidValue(
             "feedback outside of WeightedMean would weigh the residual by a later step's weights; "
             "put it inside: WeightedMean(weight, ErrorFeedback(...))"
         )
-
-
-def _check_inner(inner: object) -> None:
-    if not isinstance(inner, Strategy):
-        got = type(inner).__name__
-        raise WrongType(f"WeightedMean wraps a strategy, got {got}; write WeightedMean(weight, Mean())")
-    refuse_private_inside("WeightedMean", inner)
-    for part in parts(inner):
-        name = type(part).__name__
-        if isinstance(part, WeightedMean):
-            raise InvalidValue("WeightedMean inside WeightedMean; multiply the weights, and use one")
-        if isinstance(part, Combined):
-            raise InvalidValue(
-                "Combined inside WeightedMean would leave ranks out, and what they weigh would be missing "
-                "from the sum; write WeightedMean(weight, Sharded(...)), or leave the weights out"
-            )
-        if getattr(part, "aggregate", mean) is not mean:
-            raise InvalidValue(
-                f"WeightedMean weighs what a mean adds up, and the {name} inside it takes another aggregate "
-                "of the weighted gradients; use its default, or leave the weights out"
-            )

@@ -1,4 +1,4 @@
-"""What each rank counts for: its weight, and its share of the whole."""
+"""What each rank counts for: its weight, and its share of the sum of weights."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ Weight = float | Callable[[], float] | Callable[[Bucket], float] | TokenCount
 LEAST, LARGEST = 1e-12, 1e12  # a gradient times a weight must stay in the range of fp32
 
 
-class Mine(NamedTuple):
-    """This rank's weight in a step, and the number that makes its gradient ``weight`` times its mean."""
+class RankWeight(NamedTuple):
+    """This rank's weight in a step, and the factor that makes its gradient ``weight`` times its mean."""
 
     weight: float
-    times: float
+    factor: float
 
 
-class Asked:
-    """Asks for the weight once per step, so that all buckets of a step agree."""
+class StepWeight:
+    """Reads the weight once per step, so that all buckets of a step agree. It keeps nothing beyond a step."""
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
-        self._answer: tuple[int, Mine] | None = None  # (step, its answer)
+        self._latest: tuple[int, RankWeight] | None = None  # of which step, and the weight
         self._takes_bucket = callable(weight) and _takes_one_argument(weight)
         self._fixed = None if callable(weight) or isinstance(weight, TokenCount) else _checked(weight)
 
-    def mine(self, bucket: Bucket) -> Mine:
+    def of(self, bucket: Bucket) -> RankWeight:
         if bucket.joined:
-            return Mine(0.0, 0.0)
+            return RankWeight(0.0, 0.0)
         if self._fixed is not None:
-            return Mine(self._fixed, self._fixed)
+            return RankWeight(self._fixed, self._fixed)
         if bucket.flat.device.type == "meta":
-            return Mine(1.0, 1.0)  # a dry run must not ask: the answer may not be there yet
-        if self._answer is None or self._answer[0] != bucket.step or bucket.index == 0:
-            self._answer = (bucket.step, self._ask(bucket))
-        return self._answer[1]
+            return RankWeight(1.0, 1.0)  # a dry run must not call: there may be no weight yet
+        if self._latest is None or self._latest[0] != bucket.step or bucket.index == 0:
+            self._latest = (bucket.step, self._read(bucket))
+        return self._latest[1]
 
-    def _ask(self, bucket: Bucket) -> Mine:
+    def _read(self, bucket: Bucket) -> RankWeight:
         if isinstance(self._weight, TokenCount):
             count, unit = self._weight.take()
-            return Mine(_checked(count), unit)
+            return RankWeight(_checked(count), unit)
         assert callable(self._weight)
         answer = self._weight(bucket) if self._takes_bucket else self._weight()  # type: ignore[call-arg]
         weight = _checked(answer)
-        return Mine(weight, weight)
+        return RankWeight(weight, weight)
 
 
 def _checked(weight: object) -> float:
@@ -90,13 +90,11 @@ ROUNDING = 1e-9
 
 
 def shares(weights: Sequence[float], max_share: float | None = None) -> list[float]:
-    """Each rank's part of the whole; the parts add up to 1. At least one weight is above 0.
+    """Each rank's share of the sum of weights; the shares add up to 1. At least one weight is above 0.
 
-    With ``max_share`` no part is larger than that: weights above a common level count as the level, which
-    is the
-    highest that keeps to it (water-filling, from above). Where fewer than 1 / ``max_share`` ranks have a
-    weight
-    that cannot be; they count the same then. Only the weights decide, not the order of the ranks.
+    With ``max_share`` no share is larger than that: weights above a common level count as the level, which is
+    the highest one possible (water-filling, from above). Where fewer than 1 / ``max_share`` ranks have a
+    weight that is impossible; then they count the same. The order of the ranks does not matter.
     """
     if max_share is None:
         total = math.fsum(weights)
@@ -108,17 +106,15 @@ def shares(weights: Sequence[float], max_share: float | None = None) -> list[flo
 
 
 def _level(weights: list[float], max_share: float) -> float:
-    """With m weights cut and a rest R of the others, level = max_share * (R + m * level)."""
+    """With m weights cut and R the sum of the others, level = max_share * (R + m * level)."""
     if len(weights) * max_share <= 1 + ROUNDING:
         return min(weights)
     weights = sorted(weights, reverse=True)
     level = weights[0]
-    for cut, largest_left in enumerate(weights):
-        if (
-            cut * max_share >= 1 - ROUNDING
-        ):  # so many have no more than their share at any level: at their own
+    for cut, largest_uncut in enumerate(weights):
+        if cut * max_share >= 1 - ROUNDING:  # at any level these have no more than their share
             return weights[cut - 1]
         level = max_share * math.fsum(weights[cut:]) / (1 - cut * max_share)
-        if largest_left <= level:
+        if largest_uncut <= level:
             break
     return level

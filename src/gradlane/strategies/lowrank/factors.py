@@ -1,4 +1,4 @@
-"""Factors: where they are kept between steps, and how they lie in a message."""
+"""Factors: how they are kept between steps, and how they lie in a message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...core.world_change import Slots
 from ...errors import WrongType
 from ...kernels.counter import draws, keys_of
 from ...kernels.products import orthonormalise, orthonormalise_all
-from .matrices import WHOLE_BUCKET, Cut, Matrix, slot_of
+from .partition import WHOLE_BUCKET, Matrix, Partition
 
-SALT = 0x10F4  # of the first factors
+SALT = 0x10F4  # of the seeds of the first factors
 
 
 class FactorMemory(Memory):
@@ -33,33 +33,38 @@ class FactorMemory(Memory):
             return None
         slot = slots.get(name)
         if slot is None:
-            return "is no parameter of this model"
+            return "does not belong to this model"
         sides = slot.shape[:1].numel(), slot.shape[1:].numel()
         if len(slot.shape) < 2 or tensor.shape[0] > min(sides) or tensor.shape[1] not in sides:
-            return f"has shape {list(tensor.shape)}, which is no factor of a {list(slot.shape)} gradient"
+            return f"has shape {list(tensor.shape)}, which is not a factor of a {list(slot.shape)} gradient"
         return None
 
 
 class Message(NamedTuple):
-    """The rest of a bucket in front, if it rides along, then one factor after the other."""
+    """The dense part of a bucket first, if this message carries it, then one factor after the other."""
 
     flat: Tensor
-    rest: Tensor
+    dense: Tensor
     factors: list[Tensor]
 
 
-def message_for(bucket: Bucket, use: str, cut: Cut, sizes: Sequence[int], *, rest: bool) -> Message:
-    """Room for factors of ``sizes`` columns, the same buffer in every step."""
-    ahead = cut.rest_numel() if rest else 0
-    numel = ahead + sum(m.rank * size for m, size in zip(cut.matrices, sizes, strict=True))
-    return message_in(bucket.empty(use, numel, width(bucket)), cut, sizes, ahead)
+def new_message(
+    bucket: Bucket, use: str, parts: Partition, sizes: Sequence[int], *, with_dense: bool
+) -> Message:
+    """A message for factors of ``sizes`` columns; in every step it is the same buffer."""
+    dense = parts.dense_numel() if with_dense else 0
+    numel = dense + sum(m.rank * size for m, size in zip(parts.matrices, sizes, strict=True))
+    return message_in(bucket.empty(use, numel, width(bucket)), parts, sizes, dense)
 
 
-def message_in(flat: Tensor, cut: Cut, sizes: Sequence[int], ahead: int) -> Message:
-    counts = [ahead, *(m.rank * size for m, size in zip(cut.matrices, sizes, strict=True))]
-    parts = torch.split_with_sizes(flat, counts)
-    shaped = [part.view(m.rank, size) for part, m, size in zip(parts[1:], cut.matrices, sizes, strict=True)]
-    return Message(flat, parts[0], shaped)
+def message_in(flat: Tensor, parts: Partition, sizes: Sequence[int], dense: int) -> Message:
+    """A message as views into a flat tensor whose first ``dense`` elements are the dense part."""
+    counts = [dense, *(m.rank * size for m, size in zip(parts.matrices, sizes, strict=True))]
+    views = torch.split_with_sizes(flat, counts)
+    factors = [
+        view.view(m.rank, size) for view, m, size in zip(views[1:], parts.matrices, sizes, strict=True)
+    ]
+    return Message(flat, views[0], factors)
 
 
 def width(bucket: Bucket) -> torch.dtype:
@@ -68,12 +73,12 @@ def width(bucket: Bucket) -> torch.dtype:
 
 
 def widened(bucket: Bucket) -> Tensor:
-    """The gradient as wide as the factors: the bucket's own where it is wide enough."""
+    """The gradient as wide as the factors: the bucket's own tensor where that is wide enough."""
     if bucket.flat.is_sparse:
         name = bucket.names[0]
         raise WrongType(
-            f"the sparse gradient of {name!r} has no low rank to find; give it a strategy of its own with "
-            f"Route({{{name!r}: Mean()}}, otherwise=...), or use a dense embedding"
+            f"low-rank strategies cannot carry the sparse gradient of {name!r}; give it a strategy of its "
+            f"own with Route({{{name!r}: Mean()}}, otherwise=...), or use a dense embedding"
         )
     flat, wide = bucket.flat, width(bucket)
     return flat if flat.dtype == wide else bucket.empty("wide gradient", flat.numel(), wide).copy_(flat)
@@ -85,36 +90,41 @@ def narrowed_back(bucket: Bucket, flat: Tensor) -> Tensor:
 
 
 def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
-    """The factor of the last step, rank x ``size``, orthonormal; drawn anew, alike on all ranks, where
-    there is none. Where the rank has grown since, rows are drawn to it; where the width or the device is
-    another, as after a resume, it is converted."""
+    """The factor of the last step, rank x ``size``, orthonormal.
+
+    Where there is none it is drawn, the same on all ranks. Where the rank has grown since, the missing rows
+    are drawn. Where width or device differ, as after a resume, it is converted.
+    """
     kept = memory.get(matrix.name)
     like = (width(bucket), bucket.flat.device)
     if kept is not None and kept.shape == (matrix.rank, size) and (kept.dtype, kept.device) == like:
         return kept
-    fresh = drawn(bucket, matrix, size, seed)
+    factor = drawn(bucket, matrix, size, seed)
     if kept is not None and kept.shape[1] == size:
-        both = min(len(kept), matrix.rank)
-        fresh[:both] = kept[:both]
-    orthonormalise(fresh)
-    return fresh
+        common = min(len(kept), matrix.rank)
+        factor[:common] = kept[:common]
+    orthonormalise(factor)
+    return factor
 
 
 def drawn(bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
-    """Evenly from -1 to 1, by a seed of this matrix alone: the same in whatever bucket it comes. From whole
-    numbers: torch's Gaussian ones may have other last bits on another processor, and all ranks must agree."""
+    """Uniform from -1 to 1, by a seed of this matrix alone: the same in whatever bucket the matrix comes.
+
+    It is made from whole numbers, because torch's Gaussian numbers may have other last bits on another
+    processor, and all ranks must agree.
+    """
     if bucket.flat.device.type == "meta":
         return torch.empty(matrix.rank, size, dtype=width(bucket), device="meta")
-    alone = replace(bucket, layout=(slot_of(matrix),))
+    alone = replace(bucket, layout=(matrix.slot,))
     keys = keys_of(alone.seed(SALT + seed, shared=True))
     bits = draws(0, matrix.rank * size, keys, bucket.flat.device).to(torch.float64)
     return bits.mul_(2.0**-31).sub_(1.0).view(matrix.rank, size).to(width(bucket))
 
 
 def keep_factors(memory: Memory, factors: Sequence[tuple[Matrix, Tensor]]) -> None:
-    """For the next step, orthonormal: so a product with one is as large as the gradient, never its square.
+    """Keep factors for the next step, made orthonormal: so a product with one is as large as the gradient.
 
-    A row without content becomes a direction of its own, so that what begins with zeros can grow.
+    A row of zeros becomes a direction of its own, so that a gradient that begins with zeros can grow.
     """
     kept = [memory.blank(matrix.name, factor).copy_(factor) for matrix, factor in factors]
     orthonormalise_all(kept)

@@ -1,4 +1,4 @@
-"""State in the wrong place: what a strategy keeps where nobody saves it."""
+"""State in the wrong place: a strategy keeps it where nobody saves it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import WrongState
-from .strategy import Strategy, is_stateful, named_states, options, parts, stateful_fields
+from .strategy import Strategy, is_stateful, named_states, parts, public_fields, stateful_fields
 
 OURS = "gradlane."
-DEEPEST = 4  # containers in containers
+DEEPEST = 4  # levels of containers that are searched
 
 
-def refuse_stray(strategy: Strategy) -> None:
-    """A tensor in a plain attribute looks like an option: it would not be saved, nor undone with a step that
-    fails, and would be compared as text."""
-    for told in stray(strategy):
-        raise WrongState(told)
+def refuse_unsaved_state(strategy: Strategy) -> None:
+    """Refuse a tensor in a plain attribute. It looks like an option: it would not be saved, nor undone with a
+    step that fails, and would be compared as text."""
+    for message in unsaved_state(strategy):
+        raise WrongState(message)
 
 
-def stray(strategy: Strategy) -> Iterator[str]:
-    """What is kept in the wrong place, in words. A tensor under a name that begins with ``_`` passes: it is
-    taken for something that can be computed again."""
+def unsaved_state(strategy: Strategy) -> Iterator[str]:
+    """One message for each state in the wrong place. A tensor under a name that begins with ``_`` passes: it
+    is taken for something that can be computed again."""
     for part in parts(strategy):
         if type(part).__module__.startswith(OURS):
             continue
@@ -46,7 +46,7 @@ def stray(strategy: Strategy) -> Iterator[str]:
 
 
 def _attributes(part: Strategy) -> dict[str, object]:
-    return {**{name: value for _, name, value in options(part)}, **getattr(part, "__dict__", {})}
+    return {**{name: value for _, name, value in public_fields(part)}, **getattr(part, "__dict__", {})}
 
 
 def _inside(value: object) -> Iterable[object]:
@@ -62,7 +62,7 @@ def _is_state(value: object) -> bool:
 
 
 def _array(value: object, deep: int = DEEPEST) -> str | None:
-    """The first tensor in a value, in words."""
+    """The first tensor in a value, described."""
     if isinstance(value, Tensor | np.ndarray):
         kind = "a tensor" if isinstance(value, Tensor) else "an array"
         return f"{kind} of {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

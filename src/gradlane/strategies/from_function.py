@@ -1,4 +1,4 @@
-"""A strategy of one's own from one async function."""
+"""A strategy made of one async function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FromFunction(Strategy):
 
 
 def strategy_from(function: ReduceFunction) -> Strategy:
-    """Make a strategy of ``async def f(bucket)``; it returns a ``Reduced``, or just the mean.
+    """Make a strategy of ``async def f(bucket)``, which returns a ``Reduced``, or just the mean.
 
     Also a decorator. For options or state write a dataclass that derives from ``Strategy``.
     """

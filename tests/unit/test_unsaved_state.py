@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradlane as gl
-from gradlane.core.stray import stray
+from gradlane.core.unsaved_state import unsaved_state
 
 
 @dataclass
@@ -45,7 +45,7 @@ FEEDBACK = gl.parse("ErrorFeedback(Gathered(TopK()))")
     ids=lambda value: str(value)[:30],
 )
 def test_what_is_kept_in_the_wrong_place(strategy, told):
-    assert [text for text in stray(strategy) if told in text]
+    assert [text for text in unsaved_state(strategy) if told in text]
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_what_is_kept_in_the_wrong_place(strategy, told):
     ids=lambda value: str(value)[:30],
 )
 def test_what_is_in_its_place(strategy):
-    assert list(stray(strategy)) == []
+    assert list(unsaved_state(strategy)) == []
 
 
 def test_another_name_of_a_saved_state_is_none():
     strategy = Own()
     strategy._same = strategy.memory
-    assert list(stray(strategy)) == []
+    assert list(unsaved_state(strategy)) == []

@@ -1,4 +1,4 @@
-"""The text form of a strategy: what records, checkpoints and comparisons between ranks hold of it."""
+"""The text form of a strategy, for records, checkpoints and comparisons between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..aggregate.mean import mean
 from ..core.strategy import Strategy, is_stateful, options
 
 FUNCTIONS = (mean,)
-"""Aggregates that are given as they are; others are classes, and are called with their options."""
+"""Aggregates that are functions; all others are classes with options."""
 
 
 def is_function(part: object) -> bool:
@@ -30,19 +30,19 @@ def describe(value: object, *, short: bool = False, shared_only: bool = False) -
     ranks, for comparing them.
     """
 
-    def told(inner: object) -> str:
+    def text_of(inner: object) -> str:
         return describe(inner, short=short, shared_only=shared_only)
 
     if isinstance(value, Strategy) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return _describe_part(value, short, shared_only, told)
+        return _describe_part(value, short, shared_only, text_of)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {told(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {text_of(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
-        inner = ", ".join(map(told, value))
+        inner = ", ".join(map(text_of, value))
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -55,8 +55,8 @@ def describe(value: object, *, short: bool = False, shared_only: bool = False) -
 
 
 def _tensor(value: Tensor) -> str:
-    """No page of numbers, and the same for the same ones: the table of a codec, say. As an attribute of a
-    strategy ``attach`` refuses it (core/stray.py)."""
+    """Type, shape and digest, the same for equal tensors: the table of a codec, say. As an attribute of a
+    strategy ``attach`` refuses a tensor (core/unsaved_state.py)."""
     kind = f"tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value.device.type == "meta" or value.is_sparse:
         return f"<{kind}>"
@@ -64,14 +64,12 @@ def _tensor(value: Tensor) -> str:
     return f"<{kind} {blake2b(plain.numpy().tobytes(), digest_size=4).hexdigest()}>"
 
 
-def _describe_part(part: object, short: bool, shared_only: bool, told: Callable[[object], str]) -> str:
+def _describe_part(part: object, short: bool, shared_only: bool, text_of: Callable[[object], str]) -> str:
     shown: list[str] = []
     positional = True  # as long as nothing was left out and the field has no default
     for field, name, value in options(part):
         if is_stateful(value) and not isinstance(value, Strategy) and not dataclasses.is_dataclass(value):
-            continue  # a memory or a ledger is no option; a Watch has some
-        if field is not None and _is_state(field):
-            continue  # and none where there could be one
+            continue  # a memory or a ledger is state; a Watch has options
         if shared_only and field is not None and field.metadata.get("per_rank"):
             positional = False
             continue
@@ -79,13 +77,8 @@ def _describe_part(part: object, short: bool, shared_only: bool, told: Callable[
         if short and not required and field is not None and value == _default(field):
             positional = False
             continue
-        shown.append(told(value) if positional and required else f"{name}={told(value)}")
+        shown.append(text_of(value) if positional and required else f"{name}={text_of(value)}")
     return f"{type(part).__name__}({', '.join(shown)})"
-
-
-def _is_state(field: dataclasses.Field[Any]) -> bool:
-    """Room for a state, which may be None; ``field(metadata={"state": True})``."""
-    return bool(field.metadata.get("state"))
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
