@@ -1,4 +1,4 @@
-"""Whether all numbers of a tensor are finite, at the speed of reading it; for nothing while it is divided."""
+"""Whether all elements of a tensor are finite, in one pass over it, or in the pass that divides it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch import Tensor
 from ..core.numbers import HUGE
 from .native import native_for
 
-WIDTHS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/native.c
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/rows.h
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no Inf in it. Nothing is added up, so large numbers do no harm.
+    """Whether a tensor has no NaN and no Inf. Nothing is summed, so large numbers are no problem.
 
-    Of a sparse tensor its values are looked at. Whole numbers are always finite, and so are an empty tensor
-    and one on ``meta``.
+    Of a sparse tensor, the values are checked. Integers, an empty tensor and a tensor on ``meta`` are finite.
     """
     if tensor.is_sparse:
         tensor = tensor._values()
@@ -23,23 +22,21 @@ def all_finite(tensor: Tensor) -> bool:
         tensor = torch.view_as_real(tensor)
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True
-    library = native_for(tensor)
-    if library is not None and tensor.dtype in WIDTHS and tensor.is_contiguous():
-        return library.all_finite(tensor, WIDTHS[tensor.dtype])
-    low, high = torch.aminmax(tensor.detach())  # a NaN is both
+    kernels = native_for(tensor)
+    if kernels is not None and tensor.dtype in DTYPES and tensor.is_contiguous():
+        return kernels.all_finite(tensor, DTYPES[tensor.dtype])
+    low, high = torch.aminmax(tensor.detach())  # both are NaN if one element is
     return bool(low.isfinite() & high.isfinite())
 
 
 def divided(tensor: Tensor, divisor: int, limit: float = HUGE) -> bool:
-    """``tensor /= divisor``, and whether all of it is known to be below ``limit`` then: in the same pass
-    where the kernels are compiled, else nobody knows."""
-    library = native_for(tensor)
-    if (
-        library is not None
-        and tensor.dtype == torch.float32
-        and tensor.is_contiguous()
-        and not tensor.is_sparse
-    ):
-        return library.divide(tensor, divisor, limit)
+    """``tensor /= divisor``; return whether all magnitudes are known to be below ``limit`` afterwards.
+
+    The compiled kernels check that in the same pass. Without them the answer is False, that is, not known.
+    """
+    kernels = native_for(tensor)
+    dense = tensor.dtype == torch.float32 and not tensor.is_sparse and tensor.is_contiguous()
+    if kernels is not None and dense:
+        return kernels.divide(tensor, divisor, limit)
     tensor.div_(divisor)
     return False
