@@ -1,9 +1,9 @@
 """What codecs cost against a copy of the same gradient: encode, decode, decode and add, encode with feedback.
 
-Feedback is in place, or apart: with the new residual in another buffer, and the two change places every time.
+Feedback is in place, or apart: the new residual goes to another buffer, and the two are exchanged every time.
 
-Arms take turns on the same sets of 25 MB buffers, so that whatever else the machine does hits them alike, and
-that each finds its buffers equally far away: a copy within the cache is much faster than one through memory.
+Arms take turns on the same sets of 25 MB buffers, so that other load on the machine slows them alike, and no
+arm finds its buffers in the cache, where a copy is much faster than one through memory.
 Medians over all rounds and sets, as multiples of the median copy. One thread.
 
     python benchmarks/codecs.py --json benchmarks/results/DATE-codecs.json
@@ -27,11 +27,11 @@ ACTS = ("encode", "decode", "decode+add", "encode+feedback", "feedback apart")
 
 
 class Buffers:
-    """One set of buffers; arms go through several in turn, so that none finds its own in the cache."""
+    """One set of buffers; arms take turns on several sets, so that no arm finds its buffers in the cache."""
 
     def __init__(self, codec: gl.Codec, numel: int) -> None:
         self.x, self.residual = torch.randn(numel), torch.randn(numel) * 0.1
-        self.other = self.residual.clone()
+        self.residual_out = self.residual.clone()
         self.into, self.copied = torch.zeros(numel), torch.zeros(numel)
         self.payload = codec.encode(self.x, 1)
         self.arms: dict[str, Callable[[], object]] = {
@@ -44,8 +44,8 @@ class Buffers:
         }
 
     def apart(self, codec: gl.Codec) -> None:
-        codec.encode_with_feedback(self.x, self.residual, 1, out=self.payload, residual_out=self.other)
-        self.residual, self.other = self.other, self.residual
+        codec.encode_with_feedback(self.x, self.residual, 1, out=self.payload, residual_out=self.residual_out)
+        self.residual, self.residual_out = self.residual_out, self.residual
 
 
 def measure(codec: gl.Codec, kernels: str, numel: int, rounds: int) -> dict[str, float]:

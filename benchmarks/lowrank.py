@@ -1,10 +1,10 @@
 """What low-rank compression costs against a copy of the same gradient: each pass, and a step of PowerSGD.
 
-A step is: p from rows, p made orthonormal, q from columns with the residual settled, the matrix from p and q.
-Apart: the new residual goes to another buffer, and the two change places every time. The arm `torch's
-sequence` does the same in the way of torch's powerSGD_hook. Arms take turns on the same sets of buffers, so
-that each finds them equally far away. Medians over all rounds and sets, as multiples of the median copy. One
-thread. torch's own sequence runs beside the first kernels only.
+A step is: p from rows, p made orthonormal, q from columns with the new residual, the matrix from p and q.
+`apart` means that the new residual goes to another buffer, and the two are exchanged every time. The arm
+`torch's sequence` computes the same as torch's powerSGD_hook does. Arms take turns on the same sets of
+buffers, so that no arm finds its buffers in the cache. Medians over all rounds and sets, as multiples of the
+median copy. One thread. torch's own sequence runs beside the first kernels only.
 
     python benchmarks/lowrank.py --json benchmarks/results/DATE-lowrank-kernels.json
 """
@@ -21,41 +21,43 @@ from gradlane.kernels import native, products
 from gradlane.kernels.bf16_residual import add_residual, subtract_product
 
 SHAPES = {"mlp9m": [(1024, 1024)] * 8 + [(1000, 1024)], "conv": [(512, 4608)] * 4}
-PASSES = ("rows", "orthonormalise", "columns+settle", "expand")
-OTHERS = ("step", "step, bf16 residual", "columns apart", "rows+settle", "rows apart", "torch's sequence")
+PASSES = ("rows", "orthonormalise", "columns+subtract", "expand")
+OTHERS = ("step", "step, bf16 residual", "columns apart", "rows+subtract", "rows apart", "torch's sequence")
 
 
 class Buffers:
-    """One set; arms go through several in turn, so that none finds its own in the cache."""
+    """One set; arms take turns on several sets, so that no arm finds its buffers in the cache."""
 
     def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:
         numel = sum(a * b for a, b in shapes)
         self.flat, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.zeros(numel)
-        self.settled, self.spare = self.error.clone(), self.error.clone()
-        self.g, self.residual, self.into = (matrices(x, shapes) for x in (self.flat, self.settled, self.out))
-        self.left = matrices(self.spare, shapes)
-        self.work, self.residual, self.next = (matrices(self.flat.clone(), shapes) for _ in range(3))
-        self.whole = torch.randn(numel)
-        self.sums = matrices(self.whole, shapes)
-        self.narrow, narrow_next = (self.error.bfloat16() for _ in range(2))
-        self.narrow_residual, self.narrow_next = matrices(self.narrow, shapes), matrices(narrow_next, shapes)
+        self.g, self.into = matrices(self.flat, shapes), matrices(self.out, shapes)
+        self.residual, self.residual_out = (matrices(self.error.clone(), shapes) for _ in range(2))
+        # A step overwrites its gradient, so it has buffers of its own.
+        self.step_g, self.step_residual, self.step_out = (
+            matrices(self.flat.clone(), shapes) for _ in range(3)
+        )
+        self.flat_sum = torch.randn(numel)
+        self.sums = matrices(self.flat_sum, shapes)
+        self.bf16, bf16_out = (self.error.bfloat16() for _ in range(2))
+        self.bf16_residual, self.bf16_out = matrices(self.bf16, shapes), matrices(bf16_out, shapes)
         self.p = [torch.randn(rank, a) for a, _ in shapes]
         self.q = [torch.randn(rank, b) for _, b in shapes]
         self.fixed = [torch.randn(rank, b) for _, b in shapes]
-        self.rough = [torch.randn(rank, a) for a, _ in shapes]
+        self.p_out = [torch.randn(rank, a) for a, _ in shapes]
         for factor in (*self.p, *self.fixed):
             products.orthonormalise(factor)
         self.ours, self.theirs = torch.zeros(numel), torch.zeros(numel)
         self.arms: dict[str, Callable[[], object]] = {
             "copy": lambda: self.ours.copy_(self.flat),
-            "rows": lambda: self.each(products.project_rows, self.g, self.residual, self.fixed, self.rough),
-            "orthonormalise": lambda: products.orthonormalise_all(self.rough),
-            "columns+settle": lambda: self.columns(),
+            "rows": lambda: self.each(products.project_rows, self.g, self.residual, self.fixed, self.p_out),
+            "orthonormalise": lambda: products.orthonormalise_all(self.p_out),
+            "columns+subtract": lambda: self.columns(),
             "expand": lambda: self.each(products.expand, self.p, self.q, self.into),
             "step": lambda: self.step(),
-            "step, bf16 residual": lambda: self.step_narrow(),
+            "step, bf16 residual": lambda: self.step_bf16(),
             "columns apart": lambda: self.columns_apart(),
-            "rows+settle": lambda: self.rows_settled(),
+            "rows+subtract": lambda: self.rows_subtract(),
             "rows apart": lambda: self.rows_apart(),
             "torch's sequence": lambda: torch_sequence(self.flat, self.error, self.theirs, shapes, self.q),
         }
@@ -68,42 +70,46 @@ class Buffers:
         for g, residual, p, q in zip(self.g, self.residual, self.p, self.q, strict=True):
             products.project_columns(g, residual, p, q, subtract=True)
 
-    def rows_settled(self) -> None:
-        for g, residual, q, p in zip(self.g, self.residual, self.fixed, self.rough, strict=True):
+    def rows_subtract(self) -> None:
+        for g, residual, q, p in zip(self.g, self.residual, self.fixed, self.p_out, strict=True):
             products.project_rows(g, residual, q, p, subtract=True)
 
     def columns_apart(self) -> None:
-        for g, residual, left, p, q in zip(self.g, self.residual, self.left, self.p, self.q, strict=True):
-            products.project_columns(g, residual, p, q, subtract=True, residual_out=left)
-        self.residual, self.left = self.left, self.residual
+        for g, residual, residual_out, p, q in zip(
+            self.g, self.residual, self.residual_out, self.p, self.q, strict=True
+        ):
+            products.project_columns(g, residual, p, q, subtract=True, residual_out=residual_out)
+        self.residual, self.residual_out = self.residual_out, self.residual
 
     def rows_apart(self) -> None:
-        for g, residual, left, q, p in zip(
-            self.g, self.residual, self.left, self.fixed, self.rough, strict=True
+        for g, residual, residual_out, q, p in zip(
+            self.g, self.residual, self.residual_out, self.fixed, self.p_out, strict=True
         ):
-            products.project_rows(g, residual, q, p, subtract=True, residual_out=left)
-        self.residual, self.left = self.left, self.residual
+            products.project_rows(g, residual, q, p, subtract=True, residual_out=residual_out)
+        self.residual, self.residual_out = self.residual_out, self.residual
 
     def step(self) -> None:
-        """As the strategy does it: the first pass leaves gradient + residual in the place of the gradient."""
-        for g, residual, q, p in zip(self.work, self.residual, self.q, self.p, strict=True):
+        """As the strategy does it: the first pass stores gradient + residual in the gradient."""
+        for g, residual, q, p in zip(self.step_g, self.step_residual, self.q, self.p, strict=True):
             products.project_rows(g, residual, q, p, keep_sum=True)
         products.orthonormalise_all(self.p)
-        for g, residual, left, p, q in zip(self.work, self.residual, self.next, self.p, self.q, strict=True):
-            products.project_columns(g, residual, p, q, subtract=True, residual_out=left, summed=True)
-        self.residual, self.next = self.next, self.residual
-        self.each(products.expand, self.p, self.q, self.work)
+        for g, residual, residual_out, p, q in zip(
+            self.step_g, self.step_residual, self.step_out, self.p, self.q, strict=True
+        ):
+            products.project_columns(g, residual, p, q, subtract=True, residual_out=residual_out, summed=True)
+        self.step_residual, self.step_out = self.step_out, self.step_residual
+        self.each(products.expand, self.p, self.q, self.step_g)
 
-    def step_narrow(self) -> None:
+    def step_bf16(self) -> None:
         """The same with a residual in bfloat16."""
-        add_residual(self.whole, self.narrow)
+        add_residual(self.flat_sum, self.bf16)
         for m, q, p in zip(self.sums, self.q, self.p, strict=True):
             products.project_rows(m, None, q, p)
         products.orthonormalise_all(self.p)
-        residuals = zip(self.sums, self.p, self.q, self.narrow_residual, self.narrow_next, strict=True)
-        for m, p, q, residual, left in residuals:
+        residuals = zip(self.sums, self.p, self.q, self.bf16_residual, self.bf16_out, strict=True)
+        for m, p, q, residual, residual_out in residuals:
             products.project_columns(m, None, p, q)
-            subtract_product(m, p, q, residual, left)
+            subtract_product(m, p, q, residual, residual_out)
         self.each(products.expand, self.p, self.q, self.sums)
 
 
@@ -118,18 +124,18 @@ def torch_sequence(
     """What torch's powerSGD_hook computes between its collectives: factors n x r, batches of one matrix."""
     work.copy_(flat)  # DDP's bucket, which the hook overwrites
     work.add_(error)
-    whole = work.clone()
-    for matrix, given in zip(matrices(work, shapes), qs, strict=True):
-        m, q = matrix.unsqueeze(0), given.t().contiguous().unsqueeze(0)
+    total = work.clone()
+    for matrix, factor in zip(matrices(work, shapes), qs, strict=True):
+        m, q = matrix.unsqueeze(0), factor.t().contiguous().unsqueeze(0)
         p = torch.bmm(m, q)
         for i in range(p.shape[2]):
             column = p[:, :, i : i + 1]
             column /= torch.norm(column, dim=1, keepdim=True) + 1e-8
-            rest = p[:, :, i + 1 :]
-            rest -= torch.sum(column * rest, dim=1, keepdim=True) * column
+            later = p[:, :, i + 1 :]
+            later -= torch.sum(column * later, dim=1, keepdim=True) * column
         torch.bmm(m.transpose(1, 2), p, out=q)
         torch.bmm(p, q.transpose(1, 2), out=m)
-    torch.sub(whole, work, out=error)
+    torch.sub(total, work, out=error)
 
 
 def measure(shapes: list[tuple[int, int]], rank: int, rounds: int, sets: int, own: bool) -> dict[str, float]:

@@ -31,15 +31,15 @@ def everything(codec, x, residual, seed):
     out = codec.decode(payload, torch.full_like(x, 3.0), seed)
     added = residual.clone()
     codec.add_decoded(payload, added, seed)
-    left = residual.clone()
-    again = codec.encode_with_feedback(x, left, seed)
+    residual_out = residual.clone()
+    again = codec.encode_with_feedback(x, residual_out, seed)
     before, apart = residual.clone(), torch.full((len(residual) + seed % 3,), torch.nan)[seed % 3 :]
     elsewhere = codec.encode_with_feedback(x, before, seed, residual_out=apart)
     assert torch.equal(as_bytes(before), as_bytes(residual))
-    assert torch.equal(as_bytes(apart), as_bytes(left))
+    assert torch.equal(as_bytes(apart), as_bytes(residual_out))
     assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(again, elsewhere, strict=True))
     both = codec.decode_sum([payload, again], torch.full_like(x, 3.0), [seed, seed], 1 / 3)
-    floats = [out, added, left, both]
+    floats = [out, added, residual_out, both]
     return [
         *map(as_bytes, payload),
         *map(as_bytes, again),

@@ -17,7 +17,7 @@ UNIT = 2.0**-23  # the spacing of fp32 at 1
 
 
 def matrix(generator, *shape, scale=1.0):
-    """Values whose storage begins anywhere in a line of the cache."""
+    """Values whose storage begins anywhere in a cache line."""
     offset = int(generator.integers(0, 20))
     numel = int(np.prod(shape))
     whole = np.full(offset + numel + 1, 7.0, np.float32)
@@ -42,12 +42,12 @@ def same_bits(x, y):
 
 def close(found, wanted, weight, terms):
     """Within what fp32 may lose in sums of so many terms, `weight` being the sum of their magnitudes."""
-    room = (4 + np.sqrt(terms)) * UNIT * weight + (4 + terms) * 2.0**-149
-    assert (np.abs(found.numpy().astype(np.float64) - wanted) <= room).all()
+    tolerance = (4 + np.sqrt(terms)) * UNIT * weight + (4 + terms) * 2.0**-149
+    assert (np.abs(found.numpy().astype(np.float64) - wanted) <= tolerance).all()
 
 
-def check_elsewhere(act, g, residual, given, factor, left):
-    """What is left goes where it shall, with the same bits, and the old residual is not touched."""
+def check_elsewhere(act, g, residual, given, factor, residual_out):
+    """A residual_out in another buffer gets the same bits, and the old residual does not change."""
     before, whole = residual.clone(), torch.full((residual.numel() + 40,), torch.nan)
     for offset in (0, 5):
         apart, again = (
@@ -57,25 +57,25 @@ def check_elsewhere(act, g, residual, given, factor, left):
         act(g, residual, given, again, subtract=True, residual_out=apart)
         assert same_bits(again, factor)
         assert torch.equal(residual.view(torch.int32), before.view(torch.int32))
-        assert torch.equal(apart.view(torch.int32), left.view(torch.int32))
+        assert torch.equal(apart.view(torch.int32), residual_out.view(torch.int32))
 
 
 def check_sum_kept(g, residual, p, q):
-    """A first pass may leave m in g; the second, which finds it there, settles to the same bits."""
+    """A first pass may store m in g; the second pass, which finds it there, computes the same bits."""
     sums, rows, again, once = g.clone(), torch.empty_like(p), torch.empty_like(q), torch.empty_like(q)
     products.project_rows(sums, residual, q, rows, keep_sum=True)
     assert same_bits(sums, g + residual)
-    expected, left = residual.clone(), torch.full_like(residual, torch.nan)
+    expected, residual_out = residual.clone(), torch.full_like(residual, torch.nan)
     products.project_columns(g, expected, p, once, subtract=True)
-    products.project_columns(sums, residual, p, again, subtract=True, residual_out=left, summed=True)
+    products.project_columns(sums, residual, p, again, subtract=True, residual_out=residual_out, summed=True)
     assert same_bits(again, once)
-    assert same_bits(left, expected)
+    assert same_bits(residual_out, expected)
     close(rows, reference.project_rows(sums.numpy(), q.numpy()),
           reference.project_rows(np.abs(sums.numpy()), np.abs(q.numpy())), g.shape[1])  # fmt: skip
 
 
 def check_products(g, residual, p, q, subtract):
-    """Both projections equal the reference, and settle the residual or leave it."""
+    """Both projections equal the reference, and update the residual only with ``subtract``."""
     m = reference.total(g.numpy(), None if residual is None else residual.numpy())
     size = np.abs(g.numpy()) + (0 if residual is None else np.abs(residual.numpy()))
     for act, into, sum_of, terms in (
@@ -83,20 +83,20 @@ def check_products(g, residual, p, q, subtract):
         (products.project_columns, torch.full_like(q, 3.0), reference.project_columns, g.shape[0]),
     ):
         given = q if act is products.project_rows else p
-        left = None if residual is None else residual.clone()
+        residual_out = None if residual is None else residual.clone()
         before = g.clone()
-        act(g, left, given, into, subtract=subtract)
+        act(g, residual_out, given, into, subtract=subtract)
         assert torch.equal(g, before)
         if subtract:
-            check_elsewhere(act, g, residual, given, into, left)
+            check_elsewhere(act, g, residual, given, into, residual_out)
         close(into, sum_of(m, given.numpy()), sum_of(size, np.abs(given.numpy())), terms)
         factors = (into, q) if act is products.project_rows else (p, into)
         if subtract:
             wanted = reference.left(m, *(factor.numpy() for factor in factors))
             weight = size - reference.left(size * 0, *(np.abs(factor.numpy()) for factor in factors))
-            close(left, wanted, weight, len(p))
+            close(residual_out, wanted, weight, len(p))
         elif residual is not None:
-            assert torch.equal(left, residual)
+            assert torch.equal(residual_out, residual)
 
 
 @every_choice
@@ -126,8 +126,8 @@ def test_products_of_long_and_tall(monkeypatch, choice, shape, rank):
 
 
 @every_choice
-def test_what_is_not_finite_never_reaches_the_residual(monkeypatch, choice):
-    """A broken element costs p one column and leaves the row of residual; for q, the column."""
+def test_the_residual_is_always_finite(monkeypatch, choice):
+    """Where p is not finite, the row of the residual stays; where q is not finite, the column."""
     monkeypatch.setenv(native.VARIABLE, choice)
     generator = np.random.default_rng(3)
     for a, b, r in sizes(generator, 40):
@@ -138,20 +138,20 @@ def test_what_is_not_finite_never_reaches_the_residual(monkeypatch, choice):
             g[i, j] = value
         broken_rows, broken_columns = torch.zeros(a, dtype=bool), torch.zeros(b, dtype=bool)
         broken_rows[rows], broken_columns[columns] = True, True
-        left, into = residual.clone(), torch.empty_like(p)
-        products.project_rows(g, left, q, into, subtract=True)
-        check_elsewhere(products.project_rows, g, residual, q, into, left)
+        residual_out, into = residual.clone(), torch.empty_like(p)
+        products.project_rows(g, residual_out, q, into, subtract=True)
+        check_elsewhere(products.project_rows, g, residual, q, into, residual_out)
         assert torch.equal(into.isfinite().all(0), ~broken_rows)
-        assert torch.equal(left[broken_rows], residual[broken_rows])
-        assert not torch.equal(left, residual) or broken_rows.all()
-        assert left.isfinite().all()
-        left, into = residual.clone(), torch.empty_like(q)
-        products.project_columns(g, left, p, into, subtract=True)
-        check_elsewhere(products.project_columns, g, residual, p, into, left)
+        assert torch.equal(residual_out[broken_rows], residual[broken_rows])
+        assert not torch.equal(residual_out, residual) or broken_rows.all()
+        assert residual_out.isfinite().all()
+        residual_out, into = residual.clone(), torch.empty_like(q)
+        products.project_columns(g, residual_out, p, into, subtract=True)
+        check_elsewhere(products.project_columns, g, residual, p, into, residual_out)
         assert torch.equal(into.isfinite().all(0), ~broken_columns)
-        assert torch.equal(left[:, broken_columns], residual[:, broken_columns])
-        assert not torch.equal(left, residual) or broken_columns.all()
-        assert left.isfinite().all()
+        assert torch.equal(residual_out[:, broken_columns], residual[:, broken_columns])
+        assert not torch.equal(residual_out, residual) or broken_columns.all()
+        assert residual_out.isfinite().all()
 
 
 @every_choice
@@ -162,14 +162,14 @@ def test_the_residual_stays_where_the_difference_is_too_large(monkeypatch, choic
     q[0, 0], q[0, 1] = 1.0, -1e-3  # p is finite, and p q is about -3e35 at one place
     g[:, 2:] = 1.0
     residual[:, 1] = 3e38  # the sum is not finite, though q makes little of it
-    left = residual.clone()
-    products.project_rows(g, left, q, p, subtract=True)
-    assert left.isfinite().all()
-    assert torch.equal(left[:, 1], residual[:, 1])
+    residual_out = residual.clone()
+    products.project_rows(g, residual_out, q, p, subtract=True)
+    assert residual_out.isfinite().all()
+    assert torch.equal(residual_out[:, 1], residual[:, 1])
 
 
 def like(tensor):
-    """Room that begins where the tensor does, in a line of the cache."""
+    """A buffer that begins at the same place in a cache line as the tensor."""
     return elsewhere(torch.full_like(tensor, torch.nan), tensor.data_ptr() % 64 // tensor.element_size())
 
 
@@ -177,9 +177,9 @@ def everything(g, residual, p, q):
     found = []
     for subtract in (False, True):
         for act, given, into in ((products.project_rows, q, p), (products.project_columns, p, q)):
-            left, factor = like(residual).copy_(residual), like(into)
-            act(g, left, given, factor, subtract=subtract)
-            found += [left, factor]
+            residual_out, factor = like(residual).copy_(residual), like(into)
+            act(g, residual_out, given, factor, subtract=subtract)
+            found += [residual_out, factor]
         apart, again = like(residual), like(q)
         products.project_columns(g, residual, p, again, subtract=True, residual_out=apart)
         found += [apart, again]
@@ -189,16 +189,16 @@ def everything(g, residual, p, q):
 
 
 def elsewhere(tensor, offset):
-    """The same numbers, so many elements after the beginning of a line of the cache."""
-    room = torch.full((tensor.numel() + offset,), 7.0, dtype=tensor.dtype)
-    return room[offset:].view(tensor.shape).copy_(tensor)
+    """The same numbers, ``offset`` elements after the beginning of a cache line."""
+    buffer = torch.full((tensor.numel() + offset,), 7.0, dtype=tensor.dtype)
+    return buffer[offset:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize(
     ("choice", "dtype"), [("torch", torch.float64), *((choice, torch.float32) for choice in CHOICES)]
 )
-def test_the_place_in_memory_does_not_change_a_bit(monkeypatch, choice, dtype):
-    """A resumed run has its matrices elsewhere. Many a BLAS adds up in another order there."""
+def test_the_address_does_not_change_a_bit(monkeypatch, choice, dtype):
+    """A resumed run has its matrices at other addresses, where a BLAS may sum in another order."""
     monkeypatch.setenv(native.VARIABLE, choice)
     generator = np.random.default_rng(13)
     for a, b, r in ((70, 33, 1), (600, 129, 3), (64, 64, 5), (17, 1000, 4), (3, 9001, 17), (999, 65, 64)):
@@ -356,7 +356,7 @@ def test_meta_tensors_pass_through():
     assert products.orthonormalise(p) is True
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_shapes_and_dtypes_are_refused():
     g, p, q = torch.zeros(5, 7), torch.zeros(2, 5), torch.zeros(2, 7)
     with pytest.raises(InvalidValue, match="pass residual"):
         products.project_columns(g, None, p, q, subtract=True)
@@ -376,12 +376,12 @@ def test_what_does_not_fit_is_refused():
         products.orthonormalise(torch.zeros(3, 2))
 
 
-def test_by_way_of_the_cpu_is_the_same():
-    """What other devices do; the trip itself is all that a CPU cannot show."""
+def test_factors_of_other_devices_are_computed_on_the_cpu():
+    """The copy between devices is all that a CPU cannot test."""
     generator = torch.Generator().manual_seed(4)
     given = [torch.randn(3, size, generator=generator) for size in (40, 7, 40)]
     given[1][0, 2] = math.nan
     here, there = ([p.clone() for p in given] for _ in range(2))
-    assert products.orthonormalise_all(here) == products.by_way_of_the_cpu(there) == [True, False, True]
+    assert products.orthonormalise_all(here) == products.orthonormalise_on_cpu(there) == [True, False, True]
     for p, same in zip(here, there, strict=True):
         assert torch.equal(p.nan_to_num(nan=9.0), same.nan_to_num(nan=9.0))

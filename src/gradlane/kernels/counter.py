@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, index), the same in C and in torch.
 
-A counter goes through a 32-bit integer hash (two multiplications and three shifts, constants from
-Wellons' hash prospector); there is no state, so any part of a sequence can be drawn by any thread.
+Each number is a 32-bit integer hash of a counter (two multiplications and three shifts, with constants from
+Wellons' hash prospector). There is no state, so any thread can draw any part of a sequence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFF_FFFF
-# Both below 2**31: their product with 32 bits fits into torch's signed 64.
+# Both are below 2**31, so their product with a 32-bit number fits into torch's int64.
 FIRST, SECOND = 0x21F0_AAAD, 0x735A_2D97
 
 Keys = tuple[int, int]
@@ -26,7 +26,7 @@ def keys_of(seed: int) -> Keys:
 
 
 def draws(first: int, count: int, keys: Keys, device: torch.device | None = None) -> Tensor:
-    """``count`` numbers of 32 random bits (as int64) for the indices from ``first`` on."""
+    """32 random bits (as int64) for each of ``count`` indices from ``first`` on."""
     bits = torch.arange(first, first + count, device=device).add_(keys[0]).bitwise_and_(MASK)
     bits.bitwise_xor_(bits >> 16).mul_(FIRST).bitwise_and_(MASK)
     bits.bitwise_xor_(bits >> 15).bitwise_xor_(keys[1]).mul_(SECOND).bitwise_and_(MASK)
@@ -34,7 +34,7 @@ def draws(first: int, count: int, keys: Keys, device: torch.device | None = None
 
 
 def draw(index: int, keys: Keys) -> int:
-    """One of them as a plain number."""
+    """32 random bits for one index."""
     bits = (index + keys[0]) & MASK
     bits = ((bits ^ (bits >> 16)) * FIRST) & MASK
     bits = ((bits ^ (bits >> 15) ^ keys[1]) * SECOND) & MASK
@@ -42,9 +42,9 @@ def draw(index: int, keys: Keys) -> int:
 
 
 def uniforms(first: int, count: int, keys: Keys, device: torch.device | None = None) -> Tensor:
-    """Numbers in (0, 1) for stochastic rounding: the middles of 65,536 equal parts.
+    """Numbers in (0, 1) for stochastic rounding: the middles of 65,536 equal intervals.
 
-    With 16 bits, y + u is exact for |y| in [64, 128), so the largest code is never passed by rounding.
+    With 16 bits, y + u is exact for |y| in [64, 128), so rounding never exceeds the largest code.
     """
     return (
         draws(first, count, keys, device).bitwise_right_shift_(16).to(torch.float32).add_(0.5).mul_(2.0**-16)

@@ -1,4 +1,4 @@
-"""Whether all numbers of a tensor are finite, at the speed of reading it; for nothing while it is divided."""
+"""Whether all elements of a tensor are finite, in one pass over it, or in the pass that divides it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from ..core.numbers import HUGE
 from ..torch_internals import sparse_values
 from .native import VARIABLE, native, native_for
 
-WIDTHS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/native.c
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in csrc/rows.h
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no Inf in it. Nothing is added up, so large numbers do no harm.
+    """Whether a tensor has no NaN and no Inf. Nothing is summed, so large numbers are no problem.
 
-    Of a sparse tensor its values are looked at. Whole numbers are always finite, and so are an empty tensor
-    and one on ``meta``.
+    Of a sparse tensor, the values are checked. Integers, an empty tensor and a tensor on ``meta`` are finite.
     """
     if tensor.is_sparse:
         tensor = sparse_values(tensor)
@@ -28,23 +27,21 @@ def all_finite(tensor: Tensor) -> bool:
         tensor = torch.view_as_real(tensor)
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True
-    library = native_for(tensor)
-    if library is not None and tensor.dtype in WIDTHS and tensor.is_contiguous():
-        return library.all_finite(tensor, WIDTHS[tensor.dtype])
-    low, high = torch.aminmax(tensor.detach())  # a NaN is both
+    kernels = native_for(tensor)
+    if kernels is not None and tensor.dtype in DTYPES and tensor.is_contiguous():
+        return kernels.all_finite(tensor, DTYPES[tensor.dtype])
+    low, high = torch.aminmax(tensor.detach())  # both are NaN if one element is
     return bool(low.isfinite() & high.isfinite())
 
 
 def divided(tensor: Tensor, divisor: int, limit: float = HUGE) -> bool:
-    """``tensor /= divisor``, and whether all of it is known to be below ``limit`` then: in the same pass
-    where the kernels are compiled, else nobody knows."""
+    """``tensor /= divisor``; return whether all magnitudes are known to be below ``limit`` afterwards.
+
+    The compiled kernel checks that in the same pass. Without it the answer is False, that is, not known.
+    """
     divide = _divide(os.environ.get(VARIABLE, "")) if tensor.device.type == "cpu" else None
-    if (
-        divide is not None
-        and tensor.dtype == torch.float32
-        and tensor.is_contiguous()
-        and not tensor.is_sparse
-    ):
+    dense = tensor.dtype == torch.float32 and not tensor.is_sparse and tensor.is_contiguous()
+    if divide is not None and dense:
         return bool(divide(torch.get_num_threads(), tensor.data_ptr(), tensor.numel(), divisor, limit))
     tensor.div_(divisor)
     return False
@@ -52,6 +49,6 @@ def divided(tensor: Tensor, divisor: int, limit: float = HUGE) -> bool:
 
 @lru_cache(maxsize=16)
 def _divide(choice: str) -> Callable[..., int] | None:
-    """The C function for a value of the variable; looked up once, since every mean calls it."""
-    library = native()
-    return None if library is None else library.function("divide")
+    """The C function for a value of the environment variable: found once, since every mean calls it."""
+    kernels = native()
+    return None if kernels is None else kernels.function("divide")

@@ -11,41 +11,48 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import InvalidValue
-from .calls import ABI, LEVELS, Native
+from .codec_calls import CodecCalls
+from .library import ABI, LEVELS
+from .lowrank_calls import LowRankCalls
 
 VARIABLE = "GRADLANE_KERNELS"
 CHOICES = ("torch", *LEVELS)
 SHOWN = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
 
 
+class Native(CodecCalls, LowRankCalls):
+    """All functions of the C library, at one level of instructions."""
+
+
 def native() -> Native | None:
-    """The compiled kernels, or None where plain torch does their work.
+    """The compiled kernels, or None where plain torch replaces them.
 
     The environment variable GRADLANE_KERNELS chooses: torch, portable, avx2 or avx512; by default the
-    best that the processor has.
+    best level that the processor has.
     """
     return _loaded(os.environ.get(VARIABLE, ""))[0]
 
 
 def native_for(tensor: Tensor) -> Native | None:
-    """The compiled kernels if they can work on this tensor."""
+    """The compiled kernels, or None if this tensor is not on the CPU."""
     return native() if tensor.device.type == "cpu" else None
 
 
 def kernels_in_use() -> str:
     """Which kernels run: ``C, AVX2``, or ``torch (no compiled kernels: REASON)``."""
-    library, reason = _loaded(os.environ.get(VARIABLE, ""))
-    return f"C, {SHOWN[library.level]}" if library else f"torch (no compiled kernels: {reason})"
+    kernels, reason = _loaded(os.environ.get(VARIABLE, ""))
+    return f"C, {SHOWN[kernels.level]}" if kernels else f"torch (no compiled kernels: {reason})"
 
 
 def levels() -> tuple[str, ...]:
-    """The instruction sets that can be chosen on this machine, plainest first; empty without a library."""
+    """The levels that can be chosen on this machine, lowest first; empty without a library."""
     library, _ = _library()
     return LEVELS[: library.gradlane_best_level() + 1] if library else ()
 
 
 @lru_cache(maxsize=16)
 def _loaded(choice: str) -> tuple[Native | None, str]:
+    """The kernels for a value of the variable, or None and the reason."""
     if choice and choice not in CHOICES:
         raise InvalidValue(
             f"{VARIABLE}={choice!r} is not known; use one of {', '.join(CHOICES)}, or unset it"
@@ -63,9 +70,9 @@ def _loaded(choice: str) -> tuple[Native | None, str]:
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[ctypes.CDLL | None, str]:
-    here = Path(__file__).parent
-    path = next((here / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES
-                 if (here / f"_native{suffix}").exists()), None)  # fmt: skip
+    folder = Path(__file__).parent
+    paths = [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
+    path = next((path for path in paths if path.exists()), None)
     if path is None:
         return None, "not built; install with a C compiler present"
     try:

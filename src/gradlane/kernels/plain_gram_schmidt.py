@@ -1,7 +1,7 @@
-"""Gram-Schmidt in plain torch, with the bits of csrc/orthonormal.h; ``products`` has the contract.
+"""Gram-Schmidt in plain torch, with the bits of csrc/orthonormal_loops.h; ``products`` has the contract.
 
-A call of torch costs more than the work on a row. So matrices of one rank and about one size go through it
-together, filled up with zeros, which change no sum. And the last few terms of every sum are added up as
+A call of torch costs more than the arithmetic on a row. So matrices of one rank and about one size are
+computed together, padded with zeros, which change no sum. And the last few terms of every sum are added as
 Python's floats, which are rounded alike.
 """
 
@@ -13,48 +13,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FEW = 128  # terms of all sums together; as many additions here take as long as two or three calls there
-LEAST = 1e-12  # of a row's square that must be new; below it, rounding to fp32 has made up the rest
+FEW = 128  # terms of all sums together; as many additions in Python take as long as two or three torch calls
+MIN_NEW_PART = 1e-12  # share of a row's square that must be new; less than that is fp32 rounding error
 
 
 def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
-    done = [True] * len(factors)
-    alike: dict[object, list[int]] = {}
-    for place, p in enumerate(factors):
-        alike.setdefault((len(p), _half_of(p.shape[1]), p.dtype, p.device), []).append(place)
-    for places in alike.values():
-        given = [factors[place] for place in places]
-        basis, finite = _gram_schmidt(given)
-        for place, p, own, fine in zip(places, given, basis, finite, strict=True):
-            done[place] = fine
-            if fine:
-                p.copy_(own[:, : p.shape[1]])
-    return done
+    results = [True] * len(factors)
+    batches: dict[object, list[int]] = {}
+    for i, p in enumerate(factors):
+        batches.setdefault((len(p), _half_of(p.shape[1]), p.dtype, p.device), []).append(i)
+    for indices in batches.values():
+        batch = [factors[i] for i in indices]
+        bases, finite = _gram_schmidt(batch)
+        for i, p, basis, is_finite in zip(indices, batch, bases, finite, strict=True):
+            results[i] = is_finite
+            if is_finite:
+                p.copy_(basis[:, : p.shape[1]])
+    return results
 
 
-def _gram_schmidt(given: list[Tensor]) -> tuple[Tensor, list[bool]]:
+def _gram_schmidt(batch: list[Tensor]) -> tuple[Tensor, list[bool]]:
     """Classical Gram-Schmidt, every row twice (Giraud et al., 2005: that is enough).
 
-    fp64 has room for the squares of all fp32 numbers, so nothing is scaled. A number that is not finite
-    shows in the square of its row.
+    The squares of all fp32 numbers fit into fp64, so nothing is scaled. A non-finite number makes the square
+    of its row non-finite.
     """
-    sizes, finite = [p.shape[1] for p in given], [True] * len(given)
-    rows = given[0].new_zeros(len(given), len(given[0]), max(sizes), dtype=torch.float64)
-    for p, own in zip(given, rows, strict=True):
-        own[:, : p.shape[1]].copy_(p)
+    sizes, finite = [p.shape[1] for p in batch], [True] * len(batch)
+    rows = batch[0].new_zeros(len(batch), len(batch[0]), max(sizes), dtype=torch.float64)
+    for p, padded in zip(batch, rows, strict=True):
+        padded[:, : p.shape[1]].copy_(p)
     before = _sums(rows * rows)
     for k in range(rows.shape[1]):
         basis, row = rows[:, :k], rows[:, k]
         squares = _squares_without(basis, row)
         for i, square in enumerate(squares):
-            if square > before[i * rows.shape[1] + k] * LEAST:  # not so for NaN
+            if square > before[i * rows.shape[1] + k] * MIN_NEW_PART:  # false for NaN
                 continue
-            finite[i] = finite[i] and bool(given[i].isfinite().all())
+            finite[i] = finite[i] and bool(batch[i].isfinite().all())
             if finite[i]:
                 row[i].zero_()[_least_covered(basis[i, :, : sizes[i]])] = 1.0
                 squares[i] = _squares_without(basis[i : i + 1], row[i : i + 1])[0]
         row.mul_(_numbers([_inverse_root(square) for square in squares], row).unsqueeze(1))
-    return rows.add_(0.0), finite  # -0 becomes 0: which of them it was depends on the version
+    return rows.add_(0.0), finite  # -0 becomes 0: the sign of zero depends on the version of the kernels
 
 
 def row_squares(q: Tensor) -> Tensor:
@@ -63,23 +63,23 @@ def row_squares(q: Tensor) -> Tensor:
 
 
 def _squares_without(basis: Tensor, row: Tensor) -> list[float]:
-    """Take its part in the space of an orthonormal basis off a row, twice; the square of what is left."""
+    """Subtract from a row its projection on an orthonormal basis, twice; return the square of the row."""
     for _ in range(2 if basis.shape[1] else 0):
-        parts = _numbers(_sums(basis * row.unsqueeze(1)), row)
-        row.sub_(_halved(basis * parts.view(*basis.shape[:2], 1), 1).select(1, 0))
+        coefficients = _numbers(_sums(basis * row.unsqueeze(1)), row)
+        row.sub_(_tree_sum(basis * coefficients.view(*basis.shape[:2], 1), 1).select(1, 0))
     return _sums(row * row)
 
 
 def _least_covered(basis: Tensor) -> Tensor | int:
-    """The first of the unit vectors of which the basis has least."""
-    return _halved(basis * basis, 0)[0].argmin() if len(basis) else 0
+    """The index of the unit vector with the shortest projection on the basis; the first of several."""
+    return _tree_sum(basis * basis, 0)[0].argmin() if len(basis) else 0
 
 
 def _inverse_root(square: float) -> float:
     """1 / sqrt, to a few units in the last place.
 
     torch's own roots come from a vector library that does not round correctly, so their bits depend on the
-    machine. Here: a guess from the halved exponent, within 4 %, then Newton's steps of plain products.
+    machine. This starts from the halved exponent, within 4 %, and continues with Newton's steps.
     """
     (bits,) = struct.unpack("<q", struct.pack("<d", square))
     (root,) = struct.unpack("<d", struct.pack("<q", 0x5FE6_EB50_C7B5_37A9 - (bits >> 1)))
@@ -89,21 +89,21 @@ def _inverse_root(square: float) -> float:
 
 
 def _sums(terms: Tensor) -> list[float]:
-    """The sum of each row, one after the other; overwrites terms."""
-    return [_sum(row) for row in _halved(terms, -1, FEW).flatten(0, -2).tolist()]
+    """The sum of each row; overwrites terms."""
+    return [_sum(row) for row in _tree_sum(terms, -1, FEW).flatten(0, -2).tolist()]
 
 
 def _sum(terms: list[float]) -> float:
-    """In a fixed tree: halves of a power of two are added."""
+    """The sum in the order of a fixed tree: halves of a power of two are added."""
     while (count := len(terms)) > 1:
         half = _half_of(count)
-        rest = terms[half:]
-        terms = [low + high for low, high in zip(terms, rest, strict=False)] + terms[len(rest) : half]
+        upper = terms[half:]
+        terms = [low + high for low, high in zip(terms, upper, strict=False)] + terms[len(upper) : half]
     return terms[0]
 
 
-def _halved(terms: Tensor, dim: int, few: int = 0) -> Tensor:
-    """The same tree along a dimension, until one is left, or few of all; overwrites terms."""
+def _tree_sum(terms: Tensor, dim: int, few: int = 0) -> Tensor:
+    """The same tree along a dimension, down to one term, or ``few`` terms of all sums; overwrites terms."""
     count, others = terms.shape[dim], terms.numel() // terms.shape[dim]
     while count > 1 and count * others > few:
         half = _half_of(count)
@@ -113,7 +113,7 @@ def _halved(terms: Tensor, dim: int, few: int = 0) -> Tensor:
 
 
 def _half_of(count: int) -> int:
-    """Half of the least power of two that holds so many."""
+    """Half of the least power of two that is at least ``count``."""
     return 1 << max(0, (count - 1).bit_length() - 1)
 
 

@@ -1,11 +1,11 @@
 """The low-rank products in plain torch; ``products`` has the contract.
 
-Memory is read in runs of rows that stay in the second cache while several operations go over them. Skinny
+Memory is read in runs of rows that stay in the second-level cache while several operations read them. Thin
 products keep the thin factor on the left, row-major: the other way round costs many times more.
 
-The BLAS may add up in another order where a matrix begins elsewhere in a line of the cache. So it gets every
-matrix, and puts every result, at the beginning of one: the bits depend on shapes and values alone, and a
-resumed run has those of the run that never stopped.
+A BLAS may sum in another order if a matrix begins elsewhere in a cache line. So every matrix that it reads or
+writes begins a line. Then the bits depend on shapes and values alone, and a resumed run has the same bits as
+one that never stopped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 RUN = 262_144  # elements
-TERMS = 65_536  # elements; many operations go over two such runs
-LINE = 64  # bytes; where torch begins what it allocates on a CPU, and the longest vector
+TERMS = 65_536  # elements; expand goes over two such buffers
+LINE = 64  # bytes of a cache line; torch allocates at multiples of it on a CPU
 
 
 def project_rows(
@@ -26,18 +26,18 @@ def project_rows(
     if residual is None and g.device.type != "cpu":
         torch.mm(q, g.t(), out=p)
         return
-    q, room, keep_sum = at_line(q), _room(g), keep_sum and residual is not None
+    q, buffer, keep_sum = at_line(q), _buffer(g), keep_sum and residual is not None
     for rows in _runs(g):
-        own = g[rows]
-        to = own if keep_sum and _begins_line(own) else room
-        m = _sum(own, None if residual is None else residual[rows], to)
+        run = g[rows]
+        to = run if keep_sum and _begins_line(run) else buffer
+        m = _sum(run, None if residual is None else residual[rows], to)
         part = torch.mm(q, m.t())
         p[:, rows] = part
-        if keep_sum and to is room:
-            own.copy_(m)
+        if keep_sum and to is buffer:
+            run.copy_(m)
         if residual_out is not None and residual is not None:
             m.addmm_(part.t(), q, alpha=-1)
-            _put(m, part.isfinite().all(0).unsqueeze(1), residual[rows], residual_out[rows])
+            _write(m, part.isfinite().all(0).unsqueeze(1), residual[rows], residual_out[rows])
 
 
 def project_columns(
@@ -47,44 +47,43 @@ def project_columns(
     if added is None and residual_out is None and g.device.type != "cpu":
         torch.mm(p, g, out=q)
         return
-    room, total = _room(g), torch.zeros_like(q)
+    buffer, total = _buffer(g), torch.zeros_like(q)
     for rows in _runs(g):
-        total.addmm_(at_line(p[:, rows]), _sum(g[rows], None if added is None else added[rows], room))
+        total.addmm_(at_line(p[:, rows]), _sum(g[rows], None if added is None else added[rows], buffer))
     q.copy_(total)
     if residual_out is None or residual is None:
         return
-    finite, apart = total.isfinite().all(0), residual_out.data_ptr() != residual.data_ptr()
+    finite, in_place = total.isfinite().all(0), residual_out.data_ptr() == residual.data_ptr()
     for rows in _runs(g):
-        to = residual_out[rows] if apart and _begins_line(residual_out[rows]) else room
-        m = _sum(g[rows], None if added is None else added[rows], to, own=True)
+        to = residual_out[rows] if not in_place and _begins_line(residual_out[rows]) else buffer
+        m = _sum(g[rows], None if added is None else added[rows], to, copy=True)
         m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
-        _put(m, finite, residual[rows], residual_out[rows])
+        _write(m, finite, residual[rows], residual_out[rows])
 
 
 def at_line(matrix: Tensor) -> Tensor:
-    """The same numbers where a line begins: itself, or a copy."""
+    """The matrix itself if it begins a cache line, else a copy that does."""
     return matrix if _begins_line(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _begins_line(matrix: Tensor) -> bool:
-    """Other devices have no such lines."""
+    """Whether a matrix begins a cache line; on other devices than a CPU that does not matter."""
     return matrix.is_contiguous() and (matrix.device.type != "cpu" or matrix.data_ptr() % LINE == 0)
 
 
-def _sum(g: Tensor, residual: Tensor | None, to: Tensor, *, own: bool = False) -> Tensor:
-    """g + residual where a line begins, in ``to``; g itself where that is one already, unless the caller will
-    write to it (``own``)."""
+def _sum(g: Tensor, residual: Tensor | None, to: Tensor, *, copy: bool = False) -> Tensor:
+    """g + residual, in ``to``. Without a residual, g itself if it begins a cache line and the caller does not
+    write to the result (``copy``)."""
     m = to[: len(g)]
     if residual is not None:
         return torch.add(g, residual, out=m)
-    return g if _begins_line(g) and not own else m.copy_(g)
+    return g if _begins_line(g) and not copy else m.copy_(g)
 
 
-def _put(m: Tensor, finite: Tensor, residual: Tensor, residual_out: Tensor) -> None:
-    """What is left goes to its place, if it is not there; ``residual`` stays where it is not finite or its
-    factor
-    is not finite."""
-    on_cpu = m.device.type == "cpu"  # elsewhere, asking costs more than it saves
+def _write(m: Tensor, finite: Tensor, residual: Tensor, residual_out: Tensor) -> None:
+    """Write the new residual m to residual_out, unless that is m itself. The old residual stays if m is not
+    finite, or ``finite`` is False."""
+    on_cpu = m.device.type == "cpu"  # elsewhere, the check would synchronise and cost more than it saves
     if not (on_cpu and m.sum().isfinite() and finite.all()):
         residual_out.copy_(torch.where(m.isfinite() & finite, m, residual))
     elif m.data_ptr() != residual_out.data_ptr():
@@ -92,14 +91,14 @@ def _put(m: Tensor, finite: Tensor, residual: Tensor, residual_out: Tensor) -> N
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
-    total, term = _room(out, TERMS), _room(out, TERMS)
+    total, term = _buffer(out, TERMS), _buffer(out, TERMS)
     step, rows = len(total), q.unbind()
     parts = zip(*(torch.split(row, step) for row in p.unsqueeze(2).unbind()), strict=True)
     for to, columns in zip(torch.split(out, step), parts, strict=True):
         total, term = total[: len(to)], term[: len(to)]  # the last run is shorter
         torch.mul(columns[0], rows[0], out=total if len(rows) > 1 else to)
         for k in range(1, len(rows)):
-            # not addmm, not addcmul: they round once where this rounds twice
+            # addmm and addcmul would round once where this rounds twice
             torch.mul(columns[k], rows[k], out=term)
             torch.add(total, term, out=total if k < len(rows) - 1 else to)
 
@@ -111,7 +110,7 @@ def _runs(matrix: Tensor, elements: int = RUN) -> Iterator[slice]:
         yield slice(start, min(count, start + step))
 
 
-def _room(matrix: Tensor, elements: int = RUN) -> Tensor:
-    """For as many rows as a run has."""
+def _buffer(matrix: Tensor, elements: int = RUN) -> Tensor:
+    """Memory for one run of rows."""
     count, size = matrix.shape
     return matrix.new_empty(min(count, max(1, elements // max(1, size))), size)

@@ -1,14 +1,13 @@
 """Products of a gradient matrix with the thin factors of low-rank compression.
 
-A matrix g is [a, b]; a factor has one row for each rank, p [r, a] and q [r, b], so that every product runs
-along memory. ``residual`` is of the shape of g: what error feedback still has to send; m = g + residual.
-All are
-fp32, or all fp64, and contiguous. Compiled kernels do the work for fp32 on the CPU, plain torch elsewhere;
-on meta tensors nothing is done.
+A gradient matrix g is [a, b]. A factor has one row for each rank, p [r, a] and q [r, b], so that every
+product reads memory in order. ``residual`` has the shape of g: what error feedback still has to send. m is
+g + residual. All tensors are contiguous, and all fp32 or all fp64. Compiled kernels compute fp32 on the CPU,
+plain torch everything else; on meta tensors nothing is computed.
 
-``expand``, ``orthonormalise`` and ``row_squares`` give the same bits wherever they run, because every rank
-applies them to what all have agreed on. The two projections may differ in their last bits: an all-reduce
-follows them.
+``expand``, ``orthonormalise`` and ``row_squares`` give the same bits wherever they run, because every worker
+applies them to the same numbers and must get the same result. The two projections may differ in their last
+bits: an all-reduce follows them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue, WrongType
 from . import plain_gram_schmidt, plain_products
-from .calls import Native
-from .native import native_for
+from .native import Native, native_for
 
 
 def project_rows(
@@ -36,16 +34,16 @@ def project_rows(
 ) -> None:
     """p[k, i] = sum over j of m[i, j] q[k, j].
 
-    With ``subtract`` (q must have orthonormal rows) ``residual_out`` becomes m - p^T q, what p leaves out;
-    where it is
-    not given, that is residual itself. An element that would not be finite stays as it was residual; where
-    p is not
+    With ``subtract`` (q must have orthonormal rows) ``residual_out`` becomes m - p^T q; if it is None, the
+    residual is updated in place. An element that would not be finite keeps its old residual; where p is not
     finite, that is its whole row. With ``keep_sum`` instead, g becomes m: the next pass reads one matrix
     less.
     """
     residual_out = _check_residual(g, residual, p, q, subtract, residual_out)
     if keep_sum and subtract:
-        raise InvalidValue("keep_sum=True is for a pass after this one; with subtract=True there is none")
+        raise InvalidValue(
+            "keep_sum=True saves work in a second pass, and subtract=True needs none; use one of them"
+        )
     if g.is_meta:
         return
     kernels = _kernels(g)
@@ -67,10 +65,10 @@ def project_columns(
 ) -> None:
     """q[k, j] = sum over i of p[k, i] m[i, j].
 
-    With ``subtract`` (p must have orthonormal rows) ``residual_out``, or residual itself, becomes m - p^T
-    q. An element
-    that would not be finite stays as it was residual; where q is not finite, that is its whole column.
-    ``summed``: g is m already, and residual only what stays where something is not finite.
+    With ``subtract`` (p must have orthonormal rows) ``residual_out`` becomes m - p^T q; if it is None, the
+    residual is updated in place. An element that would not be finite keeps its old residual; where q is not
+    finite, that is its whole column. ``summed``: g is m already, and ``residual`` is read only where a result
+    is not finite.
     """
     residual_out = _check_residual(g, residual, p, q, subtract, residual_out)
     if g.is_meta:
@@ -83,7 +81,7 @@ def project_columns(
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """out = p^T q, each element added up in the order of the ranks, every step rounded to fp32."""
+    """out = p^T q. Each element is summed in the order of the ranks, and every step is rounded to fp32."""
     check_factors(out, p, q)
     if out.is_meta:
         return
@@ -97,15 +95,15 @@ def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
 def orthonormalise(p: Tensor) -> bool:
     """Make the rows of p orthonormal in place: Gram-Schmidt in fp64, each row projected twice.
 
-    A row that is zero, or depends on those before it, is replaced by the unit vector that they cover least,
-    made orthogonal to them: the result is orthonormal for every finite p. If an element is not finite, p
-    stays as it is and the answer is False.
+    If a row is zero, or depends on those before it, the unit vector with the shortest projection on them
+    replaces it, made orthogonal to them. So the result is orthonormal for every finite p. If an element is
+    not finite, p does not change and the function returns False.
     """
     return orthonormalise_all([p])[0]
 
 
 def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
-    """The same for each of them; in plain torch that costs little more than one if they are of one size."""
+    """``orthonormalise`` each factor. In plain torch, several of one size cost little more than one."""
     for p in factors:
         _check_one("p", p)
         ranks, size = p.shape
@@ -113,38 +111,39 @@ def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
             raise InvalidValue(
                 f"{ranks} rows of {size} elements cannot be orthonormal; use at most {size} ranks"
             )
-    there = [place for place, p in enumerate(factors) if p.numel() and not p.is_meta]
-    given, done = [factors[place] for place in there], [True] * len(factors)
-    found = _orthonormal(given) if all(p.device.type == "cpu" for p in given) else by_way_of_the_cpu(given)
-    for place, fine in zip(there, found, strict=True):
-        done[place] = fine
-    return done
+    indices = [i for i, p in enumerate(factors) if p.numel() and not p.is_meta]
+    computed, finite = [factors[i] for i in indices], [True] * len(factors)
+    on_cpu = all(p.device.type == "cpu" for p in computed)
+    results = _orthonormalise_here(computed) if on_cpu else orthonormalise_on_cpu(computed)
+    for i, result in zip(indices, results, strict=True):
+        finite[i] = result
+    return finite
 
 
-def by_way_of_the_cpu(given: Sequence[Tensor]) -> list[bool]:
-    """Factors are small, and Gram-Schmidt looks at the numbers of every row: one trip there and back instead
-    of a wait for each of them, and the bits are those of every other machine."""
-    there = torch.cat([p.reshape(-1) for p in given]).cpu()
-    found = _orthonormal(_apart(there, given))
-    for p, made in zip(given, _apart(there.to(given[0].device), given), strict=True):
-        p.copy_(made)
-    return found
+def orthonormalise_on_cpu(factors: Sequence[Tensor]) -> list[bool]:
+    """Gram-Schmidt reads numbers of every row, and factors are small. So one copy to the CPU and back
+    replaces a synchronisation for each row, and the bits are those of every other machine."""
+    flat = torch.cat([p.reshape(-1) for p in factors]).cpu()
+    results = _orthonormalise_here(_split_like(flat, factors))
+    for p, computed in zip(factors, _split_like(flat.to(factors[0].device), factors), strict=True):
+        p.copy_(computed)
+    return results
 
 
-def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = torch.split_with_sizes(flat, [p.numel() for p in like])
-    return [part.view_as(p) for part, p in zip(parts, like, strict=True)]
+def _split_like(flat: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split_with_sizes(flat, [p.numel() for p in factors])
+    return [part.view_as(p) for part, p in zip(parts, factors, strict=True)]
 
 
-def _orthonormal(given: Sequence[Tensor]) -> list[bool]:
-    kernels = _kernels(given[0]) if given else None
+def _orthonormalise_here(factors: Sequence[Tensor]) -> list[bool]:
+    kernels = _kernels(factors[0]) if factors else None
     if kernels:
-        return [kernels.orthonormalise(p) for p in given]
-    return plain_gram_schmidt.orthonormalise_all(given)
+        return [kernels.orthonormalise(p) for p in factors]
+    return plain_gram_schmidt.orthonormalise_all(factors)
 
 
 def row_squares(q: Tensor) -> Tensor:
-    """The square of each row's norm, in fp64 and in a fixed order: every rank decides by it alike."""
+    """The square of each row's norm, in fp64 and in a fixed order, so that all workers decide alike by it."""
     _check_one("q", q)
     return plain_gram_schmidt.row_squares(q)
 
@@ -167,7 +166,7 @@ def check_factors(g: Tensor, p: Tensor, q: Tensor) -> None:
 def _check_residual(
     g: Tensor, residual: Tensor | None, p: Tensor, q: Tensor, subtract: bool, residual_out: Tensor | None
 ) -> Tensor | None:
-    """Where what is left goes, or None where nothing is settled."""
+    """Check the arguments of a projection; return where the new residual goes, or None without subtract."""
     check_factors(g, p, q)
     for name, tensor in (("residual", residual), ("residual_out", residual_out)):
         if tensor is not None:
@@ -183,7 +182,7 @@ def _check_residual(
             )
         return None
     if residual is None:
-        raise InvalidValue("subtract=True without residual has nothing to settle; pass residual")
+        raise InvalidValue("subtract=True writes a new residual; pass residual")
     return residual if residual_out is None else residual_out
 
 

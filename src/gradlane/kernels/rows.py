@@ -1,7 +1,7 @@
-"""Work on the rows of all ranks, [ranks, n]: the mean of the middle ones, inner products, combinations.
+"""Functions of the rows of all ranks, [ranks, n]: means of the middle values, and inner products.
 
-Compiled on the CPU, plain torch elsewhere. Means have the same bits either way; inner products may differ in
-the last bits of fp64, which is why all ranks add up theirs before anybody decides by them.
+Compiled kernels on the CPU, plain torch elsewhere. Means have the same bits either way. Inner products may
+differ in the last bits of fp64, so all ranks sum them up before any rank decides by them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
-from .calls import Native
-from .native import native_for
+from .native import Native, native_for
 
-MOST_ROWS = 64  # of the compiled kernels; csrc/native.c has the same number
+MAX_ROWS = 64  # of the compiled kernels; csrc/rows.h has the same number
 BLOCK = 16_384  # columns; in fp64 they stay in the cache
 
 
 def mean_of_sorted(rows: Tensor, low: int, high: int, out: Tensor) -> None:
-    """Of each column the mean of its values from the ``low``-th smallest to before the ``high``-th, from 0.
+    """Of each column, the mean of its ``low``-th to (``high`` - 1)-th smallest values, counted from 0.
 
     The values must be finite; ``out`` is like a row, and contiguous.
     """
@@ -32,13 +31,13 @@ def mean_of_sorted(rows: Tensor, low: int, high: int, out: Tensor) -> None:
     for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
         mean = _sum(block[low:high]).div_(high - low)
-        if (huge := ~mean.isfinite()).any():  # the sum has passed the largest number, not the mean
+        if (huge := ~mean.isfinite()).any():  # the sum overflows, but not the mean
             mean[huge] = _sum(block[low:high, huge].double()).div_(high - low).to(mean.dtype)
         out[start : start + BLOCK] = mean
 
 
 def mean_near_middle(rows: Tensor, keep: int, out: Tensor) -> None:
-    """Of each column the mean of the ``keep`` values nearest to its median; of two equally near the smaller.
+    """Of each column, the mean of the ``keep`` values nearest to its median; of two equally near the smaller.
 
     In a sorted column they are neighbours: the run of ``keep`` moves up while the value above it is nearer
     than its lowest. The values must be finite; ``out`` is like a row, and contiguous.
@@ -70,7 +69,7 @@ def _sum_in_middle(block: Tensor) -> Tensor:
 
 
 def _check(rows: Tensor, out: Tensor) -> None:
-    """The kernels write through a bare pointer."""
+    """The compiled kernels write through a bare pointer."""
     if out.shape != rows.shape[1:] or out.dtype != rows.dtype or not out.is_contiguous():
         raise InvalidValue(
             f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}; for rows of {rows.dtype} "
@@ -79,7 +78,7 @@ def _check(rows: Tensor, out: Tensor) -> None:
 
 
 def _sum(rows: Tensor) -> Tensor:
-    """In their order, as the compiled kernel adds."""
+    """Row after row, as the compiled kernel adds."""
     total = rows[0].clone()
     for row in rows[1:]:
         total.add_(row)
@@ -87,7 +86,7 @@ def _sum(rows: Tensor) -> Tensor:
 
 
 def inner_products(rows: Tensor) -> Tensor:
-    """rows rows^T, fp64 [ranks, ranks]; added up in fp64, in which products of fp32 are exact."""
+    """rows rows^T, fp64 [ranks, ranks], summed in fp64, in which products of fp32 are exact."""
     ranks, count = rows.shape
     gram = torch.zeros(ranks, ranks, dtype=torch.float64, device=rows.device)
     native = _native(rows)
@@ -97,16 +96,16 @@ def inner_products(rows: Tensor) -> Tensor:
     for start in range(0, count, BLOCK):
         wide = rows[:, start : start + BLOCK].double()
         for row, sums in zip(wide, gram, strict=True):
-            sums += (wide * row).sum(1)  # adds in pairs; a matrix product would lose two digits more
+            sums += (wide * row).sum(1)  # sum() adds in pairs; a matrix product loses two more digits
     return gram
 
 
 @lru_cache(maxsize=64)
 def network(ranks: int) -> bytes:
-    """Pairs to compare, one after the other, that sort any column: Batcher's odd-even merge sort.
+    """Pairs of rows to compare, one after the other, to sort any column: Batcher's odd-even merge sort.
 
-    Batcher, 1968, "Sorting networks and their applications". It is made for a power of two; what is missing
-    counts as larger than all, so its comparisons fall away.
+    Batcher, 1968, "Sorting networks and their applications". The network is defined for a power of two;
+    missing rows count as infinite, so their comparisons are left out.
     """
     pairs: list[int] = []
     size = 1
@@ -123,4 +122,4 @@ def network(ranks: int) -> bytes:
 
 
 def _native(rows: Tensor) -> Native | None:
-    return native_for(rows) if rows.dtype == torch.float32 and 0 < len(rows) <= MOST_ROWS else None
+    return native_for(rows) if rows.dtype == torch.float32 and 0 < len(rows) <= MAX_ROWS else None

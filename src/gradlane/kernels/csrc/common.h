@@ -1,11 +1,15 @@
-/* Numbers, chance and threads: what all kernels share. */
+/* Bits of floats, rounding, random bits and prefetching: what all kernels share.
+
+   The kernels give the same bits as the versions in torch, at every level of instructions and with any number of
+   threads: build with -ffp-contract=off and never with -ffast-math. */
 #ifndef GRADLANE_COMMON_H
 #define GRADLANE_COMMON_H
 
 #include <float.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "kernels.h"
 
 #if !defined(__GNUC__)
 #error "gcc or clang only; the library does without these kernels elsewhere"
@@ -18,11 +22,14 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define EXPORT __attribute__((visibility("default")))
+#define NOINLINE static __attribute__((noinline))
+#define ALIGNED __attribute__((aligned(64)))
 
 #define NO_SIGN 0x7FFFFFFFu
 #define INFINITE 0x7F800000u
 #define QUIET_NAN 0x7FC00000u
+
+#define MAX_THREADS 64
 
 INLINE uint32_t bits_of(float number) {
     uint32_t bits;
@@ -36,22 +43,14 @@ INLINE float float_of(uint32_t bits) {
     return number;
 }
 
-/* Ask for what comes AHEAD of the elements that are worked on now, so that memory does not rest meanwhile.
-   Beyond the end of an array this does nothing. */
-#define AHEAD 2048 /* elements; half as many is as good, a quarter is not */
-
-INLINE void fetch_ahead(const float *here, int64_t count) {
-    uintptr_t next = (uintptr_t)here + AHEAD * sizeof *here;
-    for (int64_t i = 0; i < count; i += 16, next += 64) __builtin_prefetch((const void *)next);
+/* Round to bfloat16, ties to even, as torch does. */
+INLINE uint16_t to_bf16(float number) {
+    uint32_t bits = bits_of(number);
+    if ((bits & NO_SIGN) > INFINITE) return 0x7FC0;
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-#define WORTH_PASSING 262144 /* elements; a smaller result may still be in the cache when it is read */
-
-/* Elements before the first that begins a line of the cache. */
-INLINE int64_t to_next_line(const float *here, int64_t size) {
-    const int64_t count = (int64_t)(-(uintptr_t)here / sizeof *here % 16);
-    return count < size ? count : size;
-}
+INLINE float from_bf16(uint16_t number) { return float_of((uint32_t)number << 16); }
 
 typedef struct {
     uint32_t first, second;
@@ -65,63 +64,21 @@ INLINE uint32_t draw(uint32_t index, Keys keys) {
     return bits ^ (bits >> 15);
 }
 
-/* Round to bfloat16, to even; the way torch does it. */
-INLINE uint16_t narrowed(float number) {
-    uint32_t bits = bits_of(number);
-    if ((bits & NO_SIGN) > INFINITE) return 0x7FC0;
-    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+/* Prefetch the elements that are AHEAD of the current ones, so that memory is never idle. Beyond the end of an array
+   this does nothing. */
+#define AHEAD 2048 /* elements; half as many is as good, a quarter is not */
+
+INLINE void fetch_ahead(const float *here, int64_t count) {
+    uintptr_t next = (uintptr_t)here + AHEAD * sizeof *here;
+    for (int64_t i = 0; i < count; i += 16, next += 64) __builtin_prefetch((const void *)next);
 }
 
-INLINE float widened(uint16_t narrow) { return float_of((uint32_t)narrow << 16); }
+#define WORTH_STREAMING 262144 /* elements; a smaller result may still be in the cache when it is read */
 
-/* work(job, part, parts) for every part, each on a thread of its own. Threads are made for one call
-   only: a pool would not survive a fork. What cannot be started runs here. */
-typedef void (*Work)(void *job, int part, int parts);
-
-#define MOST_THREADS 64
-#define WORTH_A_THREAD 131072 /* elements; below it a thread costs more than it saves */
-
-static int threads_for(int64_t elements, int threads) {
-    int64_t worth = elements / WORTH_A_THREAD;
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
-    if (threads > worth) threads = (int)worth;
-    return threads < 1 ? 1 : threads;
+/* Elements before the first that begins a cache line. */
+INLINE int64_t to_cache_line(const float *here, int64_t size) {
+    const int64_t count = (int64_t)(-(uintptr_t)here / sizeof *here % 16);
+    return count < size ? count : size;
 }
 
-#if defined(_WIN32)
-static void spread(Work work, void *job, int parts) {
-    for (int part = 0; part < parts; part++) work(job, part, parts);
-}
-#else
-#include <pthread.h>
-
-typedef struct {
-    Work work;
-    void *job;
-    int part, parts;
-} Share;
-
-static void *run_share(void *argument) {
-    Share *share = argument;
-    share->work(share->job, share->part, share->parts);
-    return NULL;
-}
-
-static void spread(Work work, void *job, int parts) {
-    pthread_t threads[MOST_THREADS];
-    Share shares[MOST_THREADS];
-    int started[MOST_THREADS];
-    for (int part = 1; part < parts; part++) {
-        shares[part] = (Share){work, job, part, parts};
-        started[part] = pthread_create(&threads[part], NULL, run_share, &shares[part]) == 0;
-    }
-    work(job, 0, parts);
-    for (int part = 1; part < parts; part++) {
-        if (started[part])
-            pthread_join(threads[part], NULL);
-        else
-            work(job, part, parts);
-    }
-}
-#endif
 #endif

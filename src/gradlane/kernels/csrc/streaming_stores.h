@@ -1,14 +1,17 @@
-/* Writing past the cache: included once for each level, before those that use it.
+/* Streaming (non-temporal) stores, for one level.
 
-   A store reads the line that it writes to first, unless the line is in the cache already or is written as a
-   whole past it. What goes to another place than it came from, and is not read soon, goes that way. */
+   An ordinary store first reads the cache line that it writes to, unless the line is in the cache already. A
+   streaming store of a whole line does not. It pays where the result goes to another buffer than the input, and is
+   not read soon. */
+#ifndef GRADLANE_STREAMING_STORES_H
+#define GRADLANE_STREAMING_STORES_H
 
-/* to = from, which is in the cache; to may begin anywhere in a line. */
-TARGET INLINE void NAME(pass)(float *to, const float *from, int64_t count) {
-#if WIDE
-    int64_t i = to_next_line(to, count);
+/* to = from, which is in the cache; `to` may begin anywhere in a line. */
+INLINE void stream_copy(float *to, const float *from, int64_t count) {
+#if LEVEL >= AVX2
+    int64_t i = to_cache_line(to, count);
     memcpy(to, from, (size_t)i * sizeof *to);
-#if WIDE == 2
+#if LEVEL == AVX512
     for (; i + 16 <= count; i += 16) _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
 #endif
     for (; i + 16 <= count; i += 16) {
@@ -21,9 +24,10 @@ TARGET INLINE void NAME(pass)(float *to, const float *from, int64_t count) {
 #endif
 }
 
-/* After the last: others see what was written. */
-TARGET INLINE void NAME(passed)(void) {
-#if WIDE
+/* After the last streaming store: other threads see what was written. */
+INLINE void stream_fence(void) {
+#if LEVEL >= AVX2
     _mm_sfence();
 #endif
 }
+#endif

@@ -1,0 +1,2 @@
+#define LEVEL AVX512
+#include "codecs_level.h"

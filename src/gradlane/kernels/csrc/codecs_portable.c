@@ -1,0 +1,2 @@
+#define LEVEL PORTABLE
+#include "codecs_level.h"

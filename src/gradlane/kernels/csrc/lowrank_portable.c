@@ -1,0 +1,2 @@
+#define LEVEL PORTABLE
+#include "lowrank_level.h"

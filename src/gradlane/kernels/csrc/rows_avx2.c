@@ -1,0 +1,2 @@
+#define LEVEL AVX2
+#include "rows_level.h"

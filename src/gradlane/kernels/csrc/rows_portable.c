@@ -1,0 +1,2 @@
+#define LEVEL PORTABLE
+#include "rows_level.h"
