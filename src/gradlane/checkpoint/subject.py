@@ -12,7 +12,6 @@ from torch import nn
 
 from ..core.strategy import Strategy
 from ..core.world_change import Expected, Slots
-from .rankfile import DTYPES
 
 Layout = list[list[str]]
 """Names of parameters, bucket by bucket."""
@@ -58,10 +57,10 @@ def slots_of(parameters: Sequence[Parameter]) -> Slots:
 
 def _slots(parameters: Sequence[Parameter]) -> Iterator[tuple[str, Expected]]:
     for name, shape, dtype, trained in parameters:
-        kind = DTYPES.get(dtype)
-        if trained and kind is not None:
+        kind = getattr(torch, dtype, None)
+        if trained and isinstance(kind, torch.dtype):
             pair = (2,) if kind.is_complex else ()
-            yield name, Expected(torch.Size((*shape, *pair)), torch.empty(0, dtype=kind).abs().dtype)
+            yield name, Expected(torch.Size((*shape, *pair)), kind.to_real())
 
 
 def as_layout(given: object) -> Layout:
