@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from . import bars, timeline
 from .arms import Arm
-from .documents import FAILED, Bench, BenchResult
+from .documents import FAILED, Bench, BenchResult, RankStep
 from .figures import byte_size, duration, seconds_column, share, times
 from .table import Row, Table, status_row
 
@@ -44,7 +44,7 @@ class BenchSection:
 def bench_section(bench: Bench, arms: Mapping[str, Arm]) -> BenchSection:
     grouped: dict[tuple[str, int], list[BenchResult]] = {}
     for result in bench.results:
-        grouped.setdefault((result.link.name, result.ranks), []).append(result)
+        grouped.setdefault((result.link, result.ranks), []).append(result)
     groups = [_group(results, arms) for results in grouped.values()]
     overview = _overview(grouped, arms) if len(groups) > 1 else None
     return BenchSection(overview, groups)
@@ -52,7 +52,7 @@ def bench_section(bench: Bench, arms: Mapping[str, Arm]) -> BenchSection:
 
 def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, Arm]) -> Table:
     found = {
-        (result.arm, key): times(result.figures["speedup"]) if result.status not in FAILED else result.status
+        (result.arm, key): times(result.speedup) if result.status not in FAILED else result.status
         for key, results in grouped.items()
         for result in results
     }
@@ -70,18 +70,18 @@ def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Ma
 
 
 def _group(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Group:
-    link = results[0].link
+    first = results[0]
     drawable = [result for result in results if result.status not in FAILED]
-    idle = next((result.figures["speedup"] for result in drawable if result.arm == IDLE), None)
+    idle = next((result.speedup for result in drawable if result.arm == IDLE), None)
     return Group(
-        heading=f"{link.name}, {_ranks(results[0].ranks)}",
-        where=link.where,
-        note="\n".join(dict.fromkeys(result.link.note for result in results if result.link.note)),
+        heading=f"{first.link}, {_ranks(first.ranks)}",
+        where=first.where,
+        note="\n".join(dict.fromkeys(result.note for result in results if result.note)),
         table=_table(results, arms),
         speedups=_speedups(drawable, arms),
         ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: nothing can be faster." if idle else "",
         phases=_phases(drawable, arms),
-        timelines=[_timeline(result, arms[result.arm]) for result in drawable if result.timeline],
+        timelines=[_timeline(result.timeline, arms[result.arm]) for result in drawable if result.timeline],
     )
 
 
@@ -98,7 +98,7 @@ def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
         ("CPU", "cpu_s"),
         ("exposed", "exposed_s"),
     ):
-        unit, texts = seconds_column(result.figures[key] for result in results)
+        unit, texts = seconds_column(getattr(result, key) for result in results)
         headings.append(f"{heading}, {unit}")
         columns.append(texts)
     for heading, key, form in (
@@ -108,18 +108,18 @@ def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
         ("of the limit", "of_limit", share),
     ):
         headings.append(heading)
-        columns.append([form(result.figures[key]) for result in results])
+        columns.append([form(getattr(result, key)) for result in results])
     rows = [
         status_row(arms[result.arm], result.status, result.detail, cells)
         for result, cells in zip(results, zip(*columns, strict=True), strict=True)
     ]
-    return Table(f"One step on {results[0].link.name}, {_ranks(results[0].ranks)}", headings, rows)
+    return Table(f"One step on {results[0].link}, {_ranks(results[0].ranks)}", headings, rows)
 
 
 def _speedups(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
     found = []
     for result in results:
-        speedup = result.figures["speedup"]
+        speedup = result.speedup
         if speedup is not None and result.arm != IDLE:
             arm = arms[result.arm]
             found.append(bars.Bar(arm, [(arm.style, max(0.0, speedup))], times(speedup)))
@@ -130,15 +130,13 @@ def _phases(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bar
     found = []
     for result in results:
         if result.phases and result.arm != IDLE:
-            total = duration(sum(result.phases.values()))
-            beside = f"{total}, exposed {duration(result.figures['exposed_s'])}"
-            found.append(bars.Bar(arms[result.arm], list(result.phases.items()), beside))
+            seconds = result.phases.seconds
+            beside = f"{duration(sum(seconds.values()))}, exposed {duration(result.exposed_s)}"
+            found.append(bars.Bar(arms[result.arm], list(seconds.items()), beside))
     return bars.draw(found, "Time per phase in a step")
 
 
-def _timeline(result: BenchResult, arm: Arm) -> Timeline:
-    seconds = timeline.length(result.timeline)
-    steps = [
-        (f"rank {step.rank}, step {step.step}", timeline.draw(step, seconds)) for step in result.timeline
-    ]
-    return Timeline(arm, duration(seconds), steps)
+def _timeline(steps: Sequence[RankStep], arm: Arm) -> Timeline:
+    seconds = timeline.length(steps)
+    ranks = [(f"rank {step.rank}, step {step.step}", timeline.draw(step, seconds)) for step in steps]
+    return Timeline(arm, duration(seconds), ranks)

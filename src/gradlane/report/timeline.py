@@ -48,12 +48,12 @@ def _exposed(step: RankStep) -> float:
 
 
 def _end(request: Request) -> float:
-    return request.start_s + sum(request.segments.values())
+    return request.start_s + sum(request.seconds.values())
 
 
 def _request(svg: Node, row: int, request: Request, seconds: float) -> None:
     group = part(svg, "g")
-    spent = ", ".join(f"{phase} {duration(value)}" for phase, value in request.segments.items())
+    spent = ", ".join(f"{phase} {duration(value)}" for phase, value in request.seconds.items())
     part(
         group,
         "title",
@@ -61,7 +61,7 @@ def _request(svg: Node, row: int, request: Request, seconds: float) -> None:
         f"{byte_size(request.payload_bytes)}; {spent}",
     )
     start = request.start_s
-    for phase, value in request.segments.items():
+    for phase, value in request.seconds.items():
         _piece(group, row, start, value, seconds, phase)
         start += value
 

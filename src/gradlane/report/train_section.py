@@ -132,18 +132,17 @@ def _chart(
 
 
 def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, Arm]) -> Table:
-    step_unit, step_times = seconds_column(result.figures["seconds_per_step"] for result in results)
-    target_unit, target_times = seconds_column(result.figures["to_target_s"] for result in results)
+    step_unit, step_times = seconds_column(result.seconds_per_step for result in results)
+    target_unit, target_times = seconds_column(result.to_target_s for result in results)
     rows = []
     for at, result in enumerate(results):
-        figures = result.figures
         cells = [
-            plain(figures["final_loss"], 4),
-            signed(figures["gap"], figures["gap_interval"]),
-            byte_size(figures["bytes_per_step"]),
+            plain(result.final_loss, 4),
+            signed(result.gap, result.gap_interval),
+            byte_size(result.bytes_per_step),
             step_times[at],
             target_times[at],
-            byte_size(figures["to_target_bytes"]),
+            byte_size(result.to_target_bytes),
         ]
         rows.append(status_row(arms[result.arm], result.status, result.detail, cells))
     headings = [f"final loss, {unit}" if unit else "final loss", "gap to dense", "sent per step"]
