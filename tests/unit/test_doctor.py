@@ -16,7 +16,7 @@ from gradlane.doctor.interface import Binding, addresses, gloo_binding
 from gradlane.doctor.job import merged
 from gradlane.doctor.link import Measured
 from gradlane.doctor.machine import look_at_machine, threads_finding
-from gradlane.doctor.network import interface_finding
+from gradlane.doctor.network import interface_finding, look_at_network
 from gradlane.doctor.price import STRATEGIES, estimates, parse_count
 
 
@@ -79,6 +79,13 @@ def test_the_interface_follows_the_variable_then_the_host_name(monkeypatch):
     assert "does not resolve" in fallback.how
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     assert "localhost resolves to it" in gloo_binding({}).how
+
+
+def test_without_psutil_the_doctor_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("gradlane.doctor.interface.psutil", None)
+    _, missing = look_at_network({}, 1)
+    assert (missing.level, missing.advice) == ("note", "pip install 'gradlane[cli]'")
+    assert "psutil is not installed" in missing.what
 
 
 @pytest.mark.parametrize(

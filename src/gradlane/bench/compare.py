@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..core.events import wire_bytes
@@ -207,11 +207,7 @@ class _Section:
 
 def _check_memory(plan: Plan, work: Workload) -> None:
     """All arms are there at the same time; better refuse than be ended by the kernel."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    free = psutil.virtual_memory().available
     arms, ranks = len(plan.all_arms), max(plan.ranks)
     needed = arms * ranks * (COPIES * work.gradient_bytes + 100e6)
     if needed > free:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,11 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from ..errors import InvalidValue, WrongState
 from .link import Link
 
 CLONE_NEWNET = 0x40000000
 INTERFACE = "eth0"  # of every host
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 MOST_HOSTS = 64
 T = TypeVar("T")
 
@@ -87,11 +91,10 @@ class Network:
 
 def sent_bytes(interface: str = INTERFACE) -> int:
     """What this process's host has sent, by the interface's own counter."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, colon, counters = line.partition(":")
-        if colon and name.strip() == interface:
-            return int(counters.split()[8])
-    raise WrongState(f"there is no interface {interface} here")
+    counters = psutil.net_io_counters(pernic=True, nowrap=False)
+    if interface not in counters:
+        raise WrongState(f"there is no interface {interface} here")
+    return int(counters[interface].bytes_sent)
 
 
 def why_not() -> str | None:

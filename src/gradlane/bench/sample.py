@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.events import Event
 from ..errors import WrongState
 from .arms import Arm
-from .network import INTERFACE, sent_bytes
+from .network import INTERFACE, LOOPBACK, sent_bytes
 from .workload import Workload, loss_of
 
 
@@ -41,7 +41,7 @@ class Worker:
         )
         self._batch = workload.batch
         self._arm = Arm(self._ddp, arm)
-        self._interface = INTERFACE if emulated else "lo"
+        self._interface = INTERFACE if emulated else LOOPBACK
 
     def __call__(self, order: object) -> Sample:
         self._ddp.zero_grad(set_to_none=False)
@@ -61,7 +61,7 @@ class Worker:
     def _sent(self) -> int | None:
         try:
             return sent_bytes(self._interface)
-        except (OSError, WrongState):  # not Linux
+        except (OSError, WrongState):  # the system does not count
             return None
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
+
+try:
+    import psutil
+except ModuleNotFoundError:  # it comes with gradlane[cli]; the doctor works without it
+    psutil = None
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Binding(NamedTuple):
@@ -58,19 +60,20 @@ def gloo_binding(environ: Mapping[str, str]) -> Binding:
     return Binding(LOOPBACK, "lo", f"the host name {host} does not resolve to an address of this machine")
 
 
-def addresses() -> dict[str, str]:
-    """IPv4 addresses by interface; Linux only, empty elsewhere."""
-    found = {}
-    with suppress(OSError, ImportError):
-        import fcntl
+def has_psutil() -> bool:
+    return psutil is not None
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # it has none
-                    request = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
-                    found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+
+def addresses() -> dict[str, str]:
+    """IPv4 addresses by interface; empty without psutil."""
+    if psutil is None:
+        return {}
+    return {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
 
 
 def candidates() -> list[str]:
@@ -79,11 +82,9 @@ def candidates() -> list[str]:
 
 
 def interface_speed(name: str) -> int | None:
-    """Mbit/s as the driver says; virtual interfaces say nothing."""
-    with suppress(OSError, ValueError):
-        speed = int(Path("/sys/class/net", name, "speed").read_text())
-        return speed if speed > 0 else None
-    return None
+    """Mbit/s as the driver reports it; None for virtual interfaces, and without psutil."""
+    stats = None if psutil is None else psutil.net_if_stats().get(name)
+    return int(stats.speed) if stats is not None and stats.speed > 0 else None
 
 
 def _resolved(host: str) -> list[str]:

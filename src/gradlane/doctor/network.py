@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .finding import Finding, fine
-from .interface import VARIABLE, Binding, candidates, gloo_binding
+from .interface import VARIABLE, Binding, candidates, gloo_binding, has_psutil
 
 
 def look_at_network(environ: Mapping[str, str], hosts: int) -> list[Finding]:
     """``hosts``: how many machines the job is on."""
-    return [interface_finding(gloo_binding(environ), hosts, candidates())]
+    found = [interface_finding(gloo_binding(environ), hosts, candidates())]
+    if not has_psutil():
+        what = "psutil is not installed, so the addresses and speeds of interfaces are not known"
+        found.append(Finding("interface", "note", what, "pip install 'gradlane[cli]'"))
+    return found
 
 
 def interface_finding(binding: Binding, hosts: int, others: list[str]) -> Finding:
