@@ -82,7 +82,7 @@ def test_the_figures_of_an_arm_fit_together(record):
             assert 0 <= request["start_s"] <= request["start_s"] + spent <= rank["end_s"] + 1e-3
 
 
-def test_an_arm_that_crashes_is_told_and_the_others_go_on(record):
+def test_an_arm_that_crashes_is_printed_and_the_others_go_on(record):
     found, _ = record
     failed = [row for row in found["results"] if row["arm"] == "torch.bf16"]
     assert [row["status"] for row in failed] == ["crashed", "crashed"]
@@ -222,19 +222,20 @@ def _heeds_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_the_command_prints_a_table_and_writes_json_and_bars(tmp_path):
-    files = {name: tmp_path / name for name in ("out.json", "bars.png", "bars.svg")}
-    arguments = ["--steps", "2", "--warmup", "1", "--arm", "Mean()", "--json", str(files["out.json"])]
-    running = bench(*arguments, "--plot", str(files["bars.png"]))
-    told, errors = running.communicate(timeout=120)
+def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path):
+    out, page = tmp_path / "out.json", tmp_path / "page.html"
+    arguments = ["--steps", "2", "--warmup", "1", "--arm", "Mean()", "--json", str(out)]
+    running = bench(*arguments, "--page", str(page))
+    printed, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
     for heading in ("median", "exposed", "ledger", "counted", "of limit", "Mean()", "Noop()"):
-        assert heading in told
-    record = json.loads(files["out.json"].read_text())
+        assert heading in printed
+    record = json.loads(out.read_text())
     assert record["made"]["command"].startswith(
         "gradlane bench --model tests.support.workloads:tiny --steps 2"
     )
-    assert files["bars.png"].read_bytes().startswith(b"\x89PNG")
+    write_page([out], tmp_path / "again.html")
+    assert page.read_text() == (tmp_path / "again.html").read_text()  # as `gradlane report` makes it
 
 
 def test_ctrl_c_leaves_a_partial_table_and_nothing_else(tmp_path):
@@ -244,9 +245,9 @@ def test_ctrl_c_leaves_a_partial_table_and_nothing_else(tmp_path):
     time.sleep(1)
     used = namespaces(members(running.pid))
     os.kill(running.pid, signal.SIGINT)
-    told, errors = running.communicate(timeout=60)
+    printed, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
-    assert "Interrupted: the table holds what was measured until then." in told
+    assert "Interrupted: the table holds what was measured until then." in printed
     assert json.loads(out.read_text())["ended"] == "interrupted"
     assert "Traceback" not in errors
     assert gone(lambda: not members(running.pid))
@@ -269,7 +270,7 @@ def test_killed_at_five_random_points_it_leaves_nothing(tmp_path):
         assert not used & namespaces()
     assert set(os.listdir(tmp_path)) <= {f"torchinductor_{getpass.getuser()}"}  # torch's own
     last = bench("--steps", "1", "--warmup", "1", "--link", "1gbit")
-    _told, errors = last.communicate(timeout=120)
+    _printed, errors = last.communicate(timeout=120)
     assert last.returncode == 0, errors
 
 

@@ -42,7 +42,7 @@ def test_help_tells_the_verbs_without_torch():
         (("bench", "--ranks", "0"), "ranks=0 cannot be compared; use 2 to 64"),
         (("bench", "--model", "tests.support.workloads:raises"), "raised RuntimeError: no such data set"),
         (("bench", "--json", "missing/out.json"), "missing/out.json cannot be written: No such file"),
-        (("bench", "--plot", "bars.gif"), "use a name that ends in .svg or .png"),
+        (("bench", "--page", "missing/page.html"), "missing/page.html cannot be written: No such file"),
         (("trace", "missing.jsonl"), "No such file or directory: 'missing.jsonl'"),
         (("trace", "missing.jsonl", "--steps", "5:2"), "No such file"),
         (("demo", "--out", "no/such/folder/page.html"), "cannot be written"),

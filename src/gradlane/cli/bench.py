@@ -57,7 +57,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "(default: 60, and ten times what the link needs for a dense gradient)",
     },
     "--json": {"type": Path, "metavar": "FILE", "help": "write the record of the run"},
-    "--plot": {"type": Path, "metavar": "FILE", "help": "draw bars as .svg or .png (needs matplotlib)"},
+    "--page": {
+        "type": Path,
+        "metavar": "FILE.html",
+        "help": "write the page that `gradlane report` makes of it",
+    },
 }
 
 
@@ -69,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from ..bench.compare import Plan, compare
     from ..bench.link import parse_link
-    from ..bench.plot import check_plot, draw
     from ..bench.record import check_writable, write_json
+    from ..report.write import write_record_page
     from .bench_table import print_record, progress_bar
 
     plan = Plan(
@@ -85,16 +89,15 @@ def run(options: argparse.Namespace) -> int:
         patience_s=options.patience,
     )
     check_writable(options.json)
-    check_plot(options.plot)
-    check_writable(options.plot)
+    check_writable(options.page)
     _warn_where_links_cannot_be(plan.links)
     with progress_bar(plan.turns) as show:
         record = compare(plan, show)
     print_record(record)
     if options.json:
         write_json(options.json, record)
-    if options.plot:
-        draw(record, options.plot)
+    if options.page:
+        write_record_page(record, (options.json or Path("gradlane-bench.json")).name, options.page)
     return 130 if record["ended"] == "interrupted" else 0
 
 

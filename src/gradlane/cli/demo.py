@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 
 NAME = "demo"
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.network import why_not
     from ..bench.record import check_writable, write_json
     from ..errors import InvalidValue
-    from ..report.write import write_page
+    from ..report.write import write_record_page
     from ..train.plan import Plan
     from .train import exit_code, shown
 
@@ -54,9 +53,8 @@ def run(options: argparse.Namespace) -> int:
     if why_not() is None:
         print(f"Emulated: a host for each process, and links of {LINK} each way (network namespaces, tc).")
     document = shown(plan)
-    with tempfile.TemporaryDirectory(prefix="gradlane-") as folder:
-        figures = options.json or Path(folder) / "gradlane-demo.json"
-        write_json(figures, document)
-        write_page([figures], options.out)
+    if options.json:
+        write_json(options.json, document)
+    write_record_page(document, (options.json or Path("gradlane-demo.json")).name, options.out)
     print(f"wrote {options.out}; open it in a browser")
     return exit_code(document)

@@ -36,6 +36,11 @@ def load(path: Path) -> Bench | Train:
         ) from None
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path} is not JSON ({error}); {WAY_OUT}") from None
+    return document_of(content, str(path))
+
+
+def document_of(content: Any, path: str) -> Bench | Train:
+    """The document of decoded JSON; ``path`` names it in errors."""
     head = _as(Head, content, path)
     if head.format != FORMAT:
         raise InvalidValue(
@@ -47,7 +52,7 @@ def load(path: Path) -> Bench | Train:
     return _as(Bench, content, path) if head.kind == "bench" else _as(Train, content, path)
 
 
-def _as(kind: type[T], content: Any, path: Path) -> T:
+def _as(kind: type[T], content: Any, path: str) -> T:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:

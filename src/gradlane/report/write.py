@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from .._version import __version__
 from ..errors import InvalidValue
@@ -13,7 +14,7 @@ from .arms import Arm, assign
 from .bench_section import BenchSection, bench_section
 from .documents import PHASES, Bench, Train
 from .figures import moment, setting
-from .read import load
+from .read import document_of, load
 from .train_section import TrainSection, train_section
 
 ENDINGS = {
@@ -50,7 +51,15 @@ def write_page(inputs: Sequence[Path], out: Path) -> None:
         )
     if any(out.exists() and path.exists() and out.samefile(path) for path in inputs):
         raise InvalidValue(f"{out} is an input and would be overwritten; choose another file for the page")
-    page = render([(path.name, load(path)) for path in inputs])
+    _write(out, render([(path.name, load(path)) for path in inputs]))
+
+
+def write_record_page(record: dict[str, Any], name: str, out: Path) -> None:
+    """Write the page of a record that is in memory; ``name`` is that of its file."""
+    _write(out, render([(name, document_of(record, name))]))
+
+
+def _write(out: Path, page: str) -> None:
     out.write_text(page, encoding="utf-8", errors="replace")  # JSON can hold half a surrogate pair
 
 
