@@ -23,7 +23,7 @@ from gradlane.codecs.base import Codec
 from gradlane.core.collectives import all_gather, all_to_all
 from gradlane.strategies.shards import SALT, Shards, encoded
 from gradlane.train.tasks import bytes_task
-from gradlane.train.worker import MOMENTUM, share_of_rate
+from gradlane.train.train_rank import MOMENTUM, share_of_rate
 
 
 @dataclass

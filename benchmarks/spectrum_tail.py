@@ -10,7 +10,7 @@ import torch
 import gradlane as gl
 from gradlane.strategies.lowrank.knapsack import Item, ranks_within
 from gradlane.train.tasks import TASKS
-from gradlane.train.worker import share_of_rate
+from gradlane.train.train_rank import share_of_rate
 
 SEEN, RANKS, RATE = 4, 32, 2
 LOOKS = (60, 90, 120)

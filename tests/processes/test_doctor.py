@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradlane import doctor
 from gradlane.bench.link import parse_link
-from gradlane.bench.place import place
+from gradlane.bench.testbed import testbed
 from gradlane.doctor.examine import _local_rank
 from gradlane.local import run_ranks
 
@@ -86,7 +86,7 @@ def on_several_hosts(rank, path):
     return report.where, report.broken, report.link, [(found.topic, found.who) for found in broken]
 
 
-def test_hosts_that_cannot_reach_each_other_are_told_before_they_try():
+def test_hosts_that_cannot_reach_each_other_are_reported_before_they_try():
     each = [("interface", f"rank {rank} (host{rank}.invalid)") for rank in range(2)]
     assert run_ranks(on_several_hosts, 2, init=False) == [("2 ranks on 2 hosts", True, None, each)] * 2
 
@@ -104,7 +104,7 @@ def test_it_can_be_called_in_a_training_script():
 
 @needs_links
 def test_the_link_is_what_was_measured():
-    with place(2, parse_link("100mbit")) as hosts:
+    with testbed(2, parse_link("100mbit")) as hosts:
         found = run_ranks(_local_rank, 2, prepare=hosts.prepare)
     assert found[0].bytes_per_s == found[1].bytes_per_s
     assert 50e6 < found[0].bytes_per_s * 8 < 110e6

@@ -1,9 +1,9 @@
 """What the page of ``gradlane report`` is made of: numbers, axes, letters, means."""
 
-from gradlane.report.arms import assign
+from gradlane.report.arm_styles import assign
 from gradlane.report.axis import linear, spent
 from gradlane.report.documents import Point
-from gradlane.report.figures import byte_size, duration, plain, seconds_column, setting, signed
+from gradlane.report.number_format import byte_size, duration, plain, seconds_column, setting, signed
 from gradlane.report.train_section import mean_curve
 
 

@@ -11,11 +11,11 @@ SMALL_MB = 5.0
 MANY = 20
 
 
-def look_at(ddp: DistributedDataParallel) -> list[Finding]:
+def check_ddp(ddp: DistributedDataParallel) -> list[Finding]:
     """What this model's settings cost, with what to write instead. Looks only, and needs no other rank."""
     if not isinstance(ddp, DistributedDataParallel):
         raise WrongType(
-            f"look_at needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first"
+            f"check_ddp needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first"
         )
     found = [*_unused(ddp), *_copies(ddp), *_buckets(ddp), *_buffers(ddp)]
     return found or [fine("DDP", "none of its settings costs anything")]

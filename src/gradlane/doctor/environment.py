@@ -14,7 +14,7 @@ MOST_THREADS = 16  # by NCCL's documentation, as what follows; beyond it NCCL wa
 MOST_SOCKETS = 64  # threads times sockets of each
 
 
-def look_at_environment(
+def check_environment(
     environ: Mapping[str, str], *, nccl: bool | None = None, cuda_build: bool | None = None
 ) -> list[Finding]:
     """What is not set, or does no harm, is not mentioned."""

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ..local import RankFailed, run_ranks
-from .environment import look_at_environment
+from .environment import check_environment
 from .finding import Finding
-from .job import MEET, Seen, cannot_connect, in_a_job, look_at_job
-from .link import Measured, measure
-from .machine import look_at_machine
-from .network import look_at_network
+from .job import MEET, Examined, cannot_connect, check_job, in_a_job
+from .machine import check_machine
+from .measure_link import MeasuredLink, measure
 from .price import STRATEGIES, Estimate, estimates
+from .reachability import check_reachability
 
 DEFAULT_PARAMETERS = 9_400_000
 LOCAL_RANKS = 2
@@ -31,7 +31,7 @@ class Report:
     rank: int
     findings: tuple[Finding, ...]
     parameters: int
-    link: Measured | None
+    link: MeasuredLink | None
     """None where it could not be measured."""
     estimates: tuple[Estimate, ...]
 
@@ -50,7 +50,7 @@ def examine(parameters: int = DEFAULT_PARAMETERS, *, rate_bits: float | None = N
 
     ``rate_bits``: price the gradients on a link of that rate, not on the one that was measured.
     """
-    seen = look_at_job(_look_here, STRATEGIES) if in_a_job() else _look_at_machine()
+    seen = check_job(_check_here, STRATEGIES) if in_a_job() else _check_locally()
     priced: list[Estimate] = []
     if (link := seen.link) is not None:
         priced = estimates(
@@ -59,24 +59,24 @@ def examine(parameters: int = DEFAULT_PARAMETERS, *, rate_bits: float | None = N
     return Report(seen.where, seen.rank, tuple(seen.findings), parameters, link, tuple(priced))
 
 
-def _look_here(ranks_here: int | None, hosts: int) -> list[Finding]:
+def _check_here(ranks_here: int | None, hosts: int) -> list[Finding]:
     return [
-        *look_at_machine(ranks_here, os.environ),
-        *look_at_environment(os.environ),
-        *look_at_network(os.environ, hosts),
+        *check_machine(ranks_here, os.environ),
+        *check_environment(os.environ),
+        *check_reachability(os.environ, hosts),
     ]
 
 
-def _look_at_machine() -> Seen:
-    findings = _look_here(None, 1)
+def _check_locally() -> Examined:
+    findings = _check_here(None, 1)
     where = f"this machine, with {LOCAL_RANKS} local ranks"
     if any(finding.level == "broken" and finding.topic == "interface" for finding in findings):
-        return Seen(where, 0, findings, None)
+        return Examined(where, 0, findings, None)
     try:
-        return Seen(where, 0, findings, run_ranks(_local_rank, LOCAL_RANKS, deadline=MEET)[0])
+        return Examined(where, 0, findings, run_ranks(_local_rank, LOCAL_RANKS, deadline=MEET)[0])
     except RankFailed as error:
-        return Seen(where, 0, [*findings, cannot_connect(error)], None)
+        return Examined(where, 0, [*findings, cannot_connect(error)], None)
 
 
-def _local_rank(rank: int) -> Measured:
+def _local_rank(rank: int) -> MeasuredLink:
     return measure(dist.group.WORLD, torch.device("cpu"), STRATEGIES)

@@ -19,19 +19,19 @@ from ..ending import shutdown
 from ..errors import GradlaneError
 from ..lane.open import store_of
 from .finding import Finding
-from .link import TIMEOUT, TOGETHER, Measured, measure
+from .measure_link import TIMEOUT, TOGETHER, MeasuredLink, measure
 
 MEET = 60.0  # seconds for all ranks of a job to come
 
-LookHere = Callable[[int, int], list[Finding]]
+CheckHere = Callable[[int, int], list[Finding]]
 """What one rank sees, told how many ranks are on its host, and how many hosts there are."""
 
 
-class Seen(NamedTuple):
+class Examined(NamedTuple):
     where: str
     rank: int
     findings: list[Finding]
-    link: Measured | None
+    link: MeasuredLink | None
 
 
 def in_a_job() -> bool:
@@ -40,7 +40,7 @@ def in_a_job() -> bool:
     return launched or (dist.is_available() and dist.is_initialized())
 
 
-def look_at_job(look_here: LookHere, strategies: Sequence[str]) -> Seen:
+def check_job(check_here: CheckHere, strategies: Sequence[str]) -> Examined:
     """The ranks tell each other what they see through the store, before anything is connected."""
     store, rank, world = _met()
     board = Board(store, "gradlane/doctor", rank, world, Limit(MEET, TOGETHER))
@@ -49,17 +49,17 @@ def look_at_job(look_here: LookHere, strategies: Sequence[str]) -> Seen:
     hosts = [note["host"] for note in told]
     count = len(set(hosts))
     board = board.corner(token)
-    own = [dataclasses.asdict(finding) for finding in look_here(hosts.count(host), count)]
+    own = [dataclasses.asdict(finding) for finding in check_here(hosts.count(host), count)]
     _, told = board.agree("findings", {"findings": own}, doing="doctor")
     findings = merged([[Finding(**each) for each in note["findings"]] for note in told], hosts)
     where = f"{world} rank{'s' if world > 1 else ''} on {count} host{'s' if count > 1 else ''}"
     unreachable = any(finding.level == "broken" and finding.topic == "interface" for finding in findings)
     if world == 1 or unreachable:  # they would only wait for each other
-        return Seen(where, rank, findings, None)
+        return Examined(where, rank, findings, None)
     try:
-        return Seen(where, rank, findings, _measured(board.store("group"), rank, world, strategies))
+        return Examined(where, rank, findings, _measured(board.store("group"), rank, world, strategies))
     except (RuntimeError, GradlaneError) as error:
-        return Seen(where, rank, [*findings, cannot_connect(error)], None)
+        return Examined(where, rank, [*findings, cannot_connect(error)], None)
 
 
 def _met() -> tuple[dist.Store, int, int]:
@@ -70,7 +70,7 @@ def _met() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=MEET)))  # type: ignore[no-any-return]
 
 
-def _measured(store: dist.Store, rank: int, world: int, strategies: Sequence[str]) -> Measured:
+def _measured(store: dist.Store, rank: int, world: int, strategies: Sequence[str]) -> MeasuredLink:
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if dist.is_initialized():
         on_device = nccl and "nccl" in str(dist.get_backend_config())

@@ -16,7 +16,7 @@ from .finding import Finding, fine
 OLDEST = (2, 6)
 
 
-def look_at_machine(ranks_here: int | None, environ: Mapping[str, str]) -> list[Finding]:
+def check_machine(ranks_here: int | None, environ: Mapping[str, str]) -> list[Finding]:
     """``ranks_here``: how many ranks of the job share this machine; None where there is no job."""
     return [_torch(), _kernels(), threads_finding(ranks_here, torch.get_num_threads(), cores(), environ)]
 

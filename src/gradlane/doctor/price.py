@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidValue
 from ..simulate.dryrun import dry_run
-from .link import WIDTH, Measured
+from .measure_link import WIDTH, MeasuredLink
 
 STRATEGIES = (
     "Mean()",
@@ -37,13 +37,13 @@ class Estimate:
         return self.sending_s + self.work_s
 
 
-def estimates(parameters: int, link: Measured) -> list[Estimate]:
+def estimates(parameters: int, link: MeasuredLink) -> list[Estimate]:
     """For a model of square matrices, in buckets of 25 MB; nothing is hidden behind backward or behind each
     other, and what a strategy does to training is not looked at."""
     return [_estimate(strategy, parameters, link) for strategy in STRATEGIES]
 
 
-def _estimate(strategy: str, parameters: int, link: Measured) -> Estimate:
+def _estimate(strategy: str, parameters: int, link: MeasuredLink) -> Estimate:
     trace = dry_run(strategy, _shapes(parameters), link.ranks, bucket_bytes=BUCKET)
     sending = trace.wire_bytes / link.bytes_per_s + trace.collectives * link.latency_s
     work = parameters * link.work_s[strategy]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .figures import MINUS, byte_size, duration
+from .number_format import MINUS, byte_size, duration
 
 WIDE = 20  # lines whose ends are further apart than this factor need a logarithmic axis
 

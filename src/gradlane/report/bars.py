@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 from .chart import drawing, part, written
 
 HEIGHT, THICKNESS = 16, 10
@@ -15,7 +15,7 @@ HEIGHT, THICKNESS = 16, 10
 class Bar:
     """One arm: its segments, each a class of the style sheet and a value, and what is written beside."""
 
-    arm: Arm
+    arm: ArmStyle
     segments: Sequence[tuple[str, float]]
     beside: str
 
@@ -26,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class DrawnBar:
-    arm: Arm
+    arm: ArmStyle
     beside: str
     svg: str
 

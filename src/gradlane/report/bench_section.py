@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import bars, timeline
-from .arms import Arm
+from .arm_styles import ArmStyle
 from .documents import FAILED, Bench, BenchResult, RankStep
-from .figures import byte_size, duration, seconds_column, share, times
+from .number_format import byte_size, duration, seconds_column, share, times
 from .table import Row, Table, status_row
 
 IDLE = "Noop()"  # compute alone: the ceiling, and off the scale of everything else
@@ -16,7 +16,7 @@ IDLE = "Noop()"  # compute alone: the ceiling, and off the scale of everything e
 
 @dataclass(frozen=True)
 class Timeline:
-    arm: Arm
+    arm: ArmStyle
     summary: str
     ranks: Sequence[tuple[str, str]]  # a heading and a drawing
 
@@ -41,7 +41,7 @@ class BenchSection:
     groups: Sequence[Group]
 
 
-def bench_section(bench: Bench, arms: Mapping[str, Arm]) -> BenchSection:
+def bench_section(bench: Bench, arms: Mapping[str, ArmStyle]) -> BenchSection:
     grouped: dict[tuple[str, int], list[BenchResult]] = {}
     for result in bench.results:
         grouped.setdefault((result.link, result.ranks), []).append(result)
@@ -50,7 +50,9 @@ def bench_section(bench: Bench, arms: Mapping[str, Arm]) -> BenchSection:
     return BenchSection(overview, groups)
 
 
-def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, Arm]) -> Table:
+def _overview(
+    grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, ArmStyle]
+) -> Table:
     found = {
         (result.arm, key): times(result.speedup) if result.status not in FAILED else result.status
         for key, results in grouped.items()
@@ -69,7 +71,7 @@ def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Ma
     )
 
 
-def _group(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Group:
+def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Group:
     first = results[0]
     drawable = [result for result in results if result.status not in FAILED]
     idle = next((result.speedup for result in drawable if result.arm == IDLE), None)
@@ -89,7 +91,7 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
+def _table(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Table:
     headings: list[str] = []
     columns: list[list[str]] = []
     for heading, key in (
@@ -116,7 +118,7 @@ def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
     return Table(f"One step on {results[0].link}, {_ranks(results[0].ranks)}", headings, rows)
 
 
-def _speedups(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
+def _speedups(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> list[bars.DrawnBar]:
     found = []
     for result in results:
         speedup = result.speedup
@@ -126,7 +128,7 @@ def _speedups(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[b
     return bars.draw(found, "Speed-up over DDP without a hook", mark=1.0)
 
 
-def _phases(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
+def _phases(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> list[bars.DrawnBar]:
     found = []
     for result in results:
         if result.phases and result.arm != IDLE:
@@ -136,7 +138,7 @@ def _phases(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bar
     return bars.draw(found, "Time per phase in a step")
 
 
-def _timeline(steps: Sequence[RankStep], arm: Arm) -> Timeline:
+def _timeline(steps: Sequence[RankStep], arm: ArmStyle) -> Timeline:
     seconds = timeline.length(steps)
     ranks = [(f"rank {step.rank}, step {step.step}", timeline.draw(step, seconds)) for step in steps]
     return Timeline(arm, duration(seconds), ranks)

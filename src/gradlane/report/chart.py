@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from xml.etree import ElementTree
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 from .axis import Axis
 
 WIDTH, HEIGHT = 360, 236  # as wide as the page on a small screen: text keeps its size there
@@ -21,7 +21,7 @@ Node = ElementTree.Element
 
 @dataclass(frozen=True)
 class Line:
-    arm: Arm
+    arm: ArmStyle
     mean: Sequence[Place]
     seeds: Sequence[Sequence[Place]]
 
@@ -108,7 +108,7 @@ def _path(x: Axis, y: Axis, places: Sequence[Place]) -> str:
 
 def _letters(svg: Node, x: Axis, y: Axis, lines: Sequence[Line]) -> None:
     """A dot where each line ends and its letter to the right, moved apart where they would collide."""
-    ends: list[tuple[Arm, float, float]] = []
+    ends: list[tuple[ArmStyle, float, float]] = []
     for line in lines:
         shown = [(across, down) for across, down in line.mean if down is not None and x.shows(across)]
         if shown:

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from .figures import bit_rate
+from .number_format import bit_rate
 
 FAILED = ("crashed", "hung")
 PHASES = ("encode", "queued", "collective", "decode")

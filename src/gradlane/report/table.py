@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 
 
 @dataclass(frozen=True)
 class Row:
     """``brief`` and ``detail`` are two halves of what went wrong: one line, and all the lines."""
 
-    arm: Arm
+    arm: ArmStyle
     status: str
     brief: str
     cells: Sequence[str]
@@ -30,7 +30,7 @@ class Table:
         return any(row.status for row in self.rows)
 
 
-def status_row(arm: Arm, status: str, detail: str, cells: Sequence[str]) -> Row:
+def status_row(arm: ArmStyle, status: str, detail: str, cells: Sequence[str]) -> Row:
     """A detail of several lines gets the telling one in front: the last of a traceback, else the first."""
     lines = [line for line in detail.splitlines() if line.strip()]
     if not lines:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .axis import linear
 from .chart import Node, drawing, part, written
 from .documents import RankStep, Request
-from .figures import byte_size, duration
+from .number_format import byte_size, duration
 
 ROW, THICKNESS, WAITING, AXIS_ROOM = 18, 12, 4, 22
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 from .axis import Axis, linear, spent
 from .chart import Line, Place, line_chart
 from .documents import FAILED, Point, Train, TrainResult
-from .figures import byte_size, plain, seconds_column, signed
+from .number_format import byte_size, plain, seconds_column, signed
 from .table import Table, status_row
 
 Curve = Sequence[Point]
@@ -20,7 +20,7 @@ Curve = Sequence[Point]
 class Chart:
     title: str
     svg: str
-    missing: Sequence[Arm]  # in the legend, but without a line that this chart could show
+    missing: Sequence[ArmStyle]  # in the legend, but without a line that this chart could show
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class TrainSection:
     seeds: int
     table: Table
     charts: Sequence[Chart]
-    legend: Sequence[Arm]
+    legend: Sequence[ArmStyle]
     cut_off: bool
 
 
-def train_section(train: Train, arms: Mapping[str, Arm]) -> TrainSection:
+def train_section(train: Train, arms: Mapping[str, ArmStyle]) -> TrainSection:
     drawn = [result for result in train.results if result.status not in FAILED and any(result.seeds)]
     curves = {result.arm: [seed for seed in result.seeds if seed] for result in drawn}
     means = {name: mean_curve(seeds) for name, seeds in curves.items()}
@@ -131,7 +131,7 @@ def _chart(
     return Chart(title, line_chart(title, x, y, x_title + scale, lines, target), missing)
 
 
-def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, Arm]) -> Table:
+def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, ArmStyle]) -> Table:
     step_unit, step_times = seconds_column(result.seconds_per_step for result in results)
     target_unit, target_times = seconds_column(result.to_target_s for result in results)
     rows = []

@@ -10,10 +10,10 @@ from typing import Any
 
 from .._version import __version__
 from ..errors import InvalidValue
-from .arms import Arm, assign
+from .arm_styles import ArmStyle, assign
 from .bench_section import BenchSection, bench_section
 from .documents import PHASES, Bench, Train
-from .figures import moment, setting
+from .number_format import moment, setting
 from .read import document_of, load
 from .train_section import TrainSection, train_section
 
@@ -86,7 +86,7 @@ def render(files: Sequence[tuple[str, Bench | Train]]) -> str:
     )
 
 
-def _section(number: int, file: str, document: Bench | Train, arms: Mapping[str, Arm]) -> Section:
+def _section(number: int, file: str, document: Bench | Train, arms: Mapping[str, ArmStyle]) -> Section:
     is_bench, made = isinstance(document, Bench), dict(document.made)
     subject = setting(document.settings.get("model" if is_bench else "task"))
     return Section(

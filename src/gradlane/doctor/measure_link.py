@@ -35,7 +35,7 @@ TOGETHER = "start all ranks at the same time, with nothing else to do"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     ranks: int
     latency_s: float
     """Of an all-reduce of 4 bytes."""
@@ -54,7 +54,7 @@ class _Probe(Strategy):
         return Reduced(await all_reduce(bucket.flat, op=self.op, exact=True))
 
 
-def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) -> Measured:
+def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) -> MeasuredLink:
     """On all ranks of the group; a few seconds at most where the link carries 20 Mbit/s or more."""
     ledger = Ledger()
     opened = open_lane(
@@ -66,7 +66,7 @@ def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) ->
         width = WIDTH if WIDTH * WIDTH * 4 / rate < PATIENCE else NARROW
         repeats = min(MOST_REPEATS, 2 + int(rate * PATIENCE / (width * width * 4)))
         work = {text: _work(opened, ledger, device, text, width, repeats) for text in strategies}
-        return Measured(opened.sizes["world"], latency, rate, largest, work)
+        return MeasuredLink(opened.sizes["world"], latency, rate, largest, work)
     finally:
         opened.lane.close()
 

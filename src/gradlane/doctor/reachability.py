@@ -8,7 +8,7 @@ from .finding import Finding, fine
 from .interface import VARIABLE, Binding, candidates, gloo_binding, has_psutil
 
 
-def look_at_network(environ: Mapping[str, str], hosts: int) -> list[Finding]:
+def check_reachability(environ: Mapping[str, str], hosts: int) -> list[Finding]:
     """``hosts``: how many machines the job is on."""
     found = [interface_finding(gloo_binding(environ), hosts, candidates())]
     if not has_psutil():

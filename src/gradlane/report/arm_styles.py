@@ -10,7 +10,7 @@ NEUTRAL = {"ddp": "arm-base", "Noop()": "arm-idle"}  # the base and compute alon
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArmStyle:
     """``style`` is a class of the style sheet; the letter tells arms apart without any colour."""
 
     name: str
@@ -18,16 +18,16 @@ class Arm:
     style: str
 
 
-def assign(names: Iterable[str]) -> dict[str, Arm]:
+def assign(names: Iterable[str]) -> dict[str, ArmStyle]:
     """In the order of their first appearance. Beyond the hues colours repeat, with dashed lines."""
-    arms: dict[str, Arm] = {}
+    arms: dict[str, ArmStyle] = {}
     hue = 0
     for name in dict.fromkeys(names):
         style = NEUTRAL.get(name)
         if style is None:
             style = f"arm-{hue % HUES}" + (" arm-again" if hue >= HUES else "")
             hue += 1
-        arms[name] = Arm(name, _letter(len(arms)), style)
+        arms[name] = ArmStyle(name, _letter(len(arms)), style)
     return arms
 
 

@@ -1,0 +1,34 @@
+"""Where the ranks of a measurement run: emulated hosts, or loopback where links cannot be emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .emulation import EmulatedNetwork, why_not
+from .link import Link
+
+
+@dataclass(frozen=True)
+class Testbed:
+    link: Link  # the link that is really between the ranks
+    emulated: bool
+    note: str  # why it differs from the requested link
+    prepare: Callable[[int], None] | None = None
+    """Moves the process of a rank to its host."""
+
+    @property
+    def name(self) -> str:
+        return self.link.name if self.emulated else "loopback"
+
+
+@contextmanager
+def testbed(ranks: int, link: Link) -> Iterator[Testbed]:
+    """One host for each rank. Where that is impossible: loopback, unshaped, with a note that says so."""
+    if (reason := why_not()) is not None:
+        note = "" if link.rate_bits is None else f"{link.name} was asked for; {reason}; so loopback, unshaped"
+        yield Testbed(Link("none", None), False, note)
+        return
+    with EmulatedNetwork(ranks, link) as hosts:
+        yield Testbed(link, True, "", hosts.enter)
