@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradlane.bench import testbed
+from gradlane.bench import hosts
 from gradlane.bench.link import parse_link
 from gradlane.bench.record import write_json
 from gradlane.report.read import load
@@ -179,11 +179,11 @@ def test_a_link_changes_the_seconds_and_nothing_else():
 
 
 def test_a_link_that_cannot_be_emulated_is_reported(monkeypatch):
-    monkeypatch.setattr(testbed, "why_not", lambda: "no tc; install iproute2")
+    monkeypatch.setattr(hosts, "why_not", lambda: "no tc; install iproute2")
     notes = []
     plan = TrainPlan(task="digits", steps=1, link=parse_link("100mbit"))
     document = train_arms(plan, on_note=notes.append)
-    note = "100mbit was asked for; no tc; install iproute2; so loopback, unshaped"
+    note = "100mbit is not emulated: no tc; install iproute2; the ranks use loopback, unshaped"
     assert notes == [note]
     assert document["link"] == {"name": "loopback", "rate_bits": None, "emulated": False, "note": note}
     assert document["results"][0]["status"] == "ok"

@@ -1,4 +1,4 @@
-"""What may lie in a checkpoint's folder: other files stay, and what is no file is refused at once."""
+"""What may lie in a checkpoint's folder: other files stay, and what is not a file is refused at once."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def saved(folder):
     """A checkpoint of one rank."""
     name = file_name(0, 1, TOKEN)
     head = {"format": FORMAT, "token": TOKEN, "rank": 0, "world": 1, "parts": []}
-    receipt = folders.write_whole(folder, name, lambda file: write(file, head, {"a": torch.ones(3)}))
+    receipt = folders.write_atomically(folder, name, lambda file: write(file, head, {"a": torch.ones(3)}))
     manifest = Manifest(TOKEN, 4, "Mean()", (), [], (receipt,))
     folders.commit(folder, manifest, None)
     return manifest
@@ -59,13 +59,13 @@ def test_only_what_save_has_written_is_removed(tmp_path):
         (tmp_path / name).write_text("something")
     manifest = saved(tmp_path)
     folders.clean(tmp_path, manifest)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == sorted([*theirs, folders.MANIFEST, manifest.file(0)])
+    remaining = sorted(path.name for path in tmp_path.iterdir())
+    assert remaining == sorted([*theirs, folders.MANIFEST, manifest.file(0)])
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
 @pytest.mark.parametrize("whose", ["manifest", "rank"])
-def test_what_is_no_file_is_refused_and_nobody_waits(tmp_path, what, whose):
+def test_anything_but_a_file_is_refused_at_once(tmp_path, what, whose):
     manifest = saved(tmp_path)
     path = tmp_path / (folders.MANIFEST if whose == "manifest" else manifest.file(0))
     path.unlink()
@@ -77,10 +77,10 @@ def test_what_is_no_file_is_refused_and_nobody_waits(tmp_path, what, whose):
         path.mkdir()
     message = refused_soon(lambda: Files(tmp_path, folders.checkpoints_in(tmp_path)[0])[0])
     assert message is not None
-    assert f"{path.name} is no file" in message
+    assert f"{path.name} is not a file" in message
 
 
-def test_a_symbolic_link_to_a_whole_file_is_as_good(tmp_path):
+def test_a_symbolic_link_to_a_file_is_read(tmp_path):
     manifest = saved(tmp_path)
     path = tmp_path / manifest.file(0)
     path.rename(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""What the doctor says of machines, networks, environments and DDP models that it is shown."""
+"""The doctor's checks of machines, networks, environments and DDP models."""
 
 import inspect
 
@@ -11,12 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gradlane as gl
 from gradlane import doctor
 from gradlane.doctor.environment import check_environment
+from gradlane.doctor.estimates import STRATEGIES, estimates, parse_count
 from gradlane.doctor.finding import Finding
 from gradlane.doctor.interface import Binding, addresses, gloo_binding
 from gradlane.doctor.job import merged
 from gradlane.doctor.machine import check_machine, threads_finding
 from gradlane.doctor.measure_link import MeasuredLink
-from gradlane.doctor.price import STRATEGIES, estimates, parse_count
 from gradlane.doctor.reachability import check_reachability, interface_finding
 
 
@@ -55,7 +55,7 @@ REAL = Binding("10.1.2.3", "eth0", "the host name box resolves to it")
 @pytest.mark.parametrize(
     ("binding", "hosts", "level", "advice"),
     [
-        (LOOP, 1, "note", "on several: GLOO_SOCKET_IFNAME=eth0 (or ib0)"),
+        (LOOP, 1, "note", "on several set GLOO_SOCKET_IFNAME=eth0 (or ib0)"),
         (LOOP, 2, "broken", "set GLOO_SOCKET_IFNAME=eth0 (or ib0) on every host"),
         (REAL, 2, "fine", ""),
         (Binding("", "eth9", "GLOO_SOCKET_IFNAME=eth9", "eth9"), 1, "broken", "or unset it"),
@@ -103,8 +103,8 @@ def test_the_environment(environ, nccl, cuda, levels):
 
 
 def sockets(threads=None, each=None, **more):
-    given = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": each, **more}
-    environ = {name: str(value) for name, value in given.items() if value is not None}
+    variables = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": each, **more}
+    environ = {name: str(value) for name, value in variables.items() if value is not None}
     return [(found.what, found.advice) for found in check_environment(environ, nccl=True, cuda_build=True)]
 
 
@@ -188,11 +188,11 @@ def test_counts_that_are_none_are_refused(text):
         parse_count(text)
 
 
-def test_what_ranks_see_is_told_once_with_those_who_see_it():
+def test_what_ranks_find_is_reported_once_with_those_who_find_it():
     same, odd = Finding("torch", "fine", "2.13"), Finding("torch", "broken", "2.5", "newer")
     last = Finding("threads", "note", "few")
-    told = merged([[same, last], [odd, last], [same, last]], ["a", "b", "a"])
-    assert [(finding.what, finding.who) for finding in told] == [
+    found = merged([[same, last], [odd, last], [same, last]], ["a", "b", "a"])
+    assert [(finding.what, finding.who) for finding in found] == [
         ("2.13", "ranks 0, 2 (a)"),
         ("2.5", "rank 1 (b)"),
         ("few", ""),

@@ -157,7 +157,7 @@ def test_bench_at_the_edges(page):
     assert_clean(made)
     assert "x, 1 rank" in made.text
     assert "x, 4 ranks" in made.text
-    assert "interrupted: what was not done" in made.text
+    assert "interrupted: later steps are missing" in made.text
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from .arm_processes import ArmProcesses
 from .arms import COMPUTE, DDP, described
 from .bench_plan import BenchPlan
 from .bench_rank import BenchRank
+from .hosts import Hosts, hosts_for
 from .link import Link
 from .record import FORMAT, command_line, provenance
 from .rounds import Rounds
 from .step_figures import Step, compared, figures_of
-from .testbed import Testbed, testbed
 from .workload import Workload, workload
 
 COPIES = 4  # of the parameters that a rank holds: weights, gradients, buckets, state of the strategy
@@ -85,7 +85,7 @@ class _Setting:
         self._plan = plan
         self._work = work
         self._ranks = ranks
-        self._testbed = Testbed(link, False, "")
+        self._hosts = Hosts(link, False, "")
         self._step_number = number * plan.total_steps // plan.settings
         self._on_progress = on_progress
         self._rounds: Rounds | None = None
@@ -94,7 +94,7 @@ class _Setting:
     def run(self, until: float) -> bool:
         """False if the time ended before all steps were done."""
         plan = self._plan
-        with testbed(self._ranks, self._testbed.link) as self._testbed:
+        with hosts_for(self._ranks, self._hosts.link) as self._hosts:
             self._rounds = Rounds(plan.all_arms, self._start)
             with self._rounds as rounds:
                 for number in range(plan.warmup + plan.steps):
@@ -112,8 +112,8 @@ class _Setting:
     def rows(self, ended: str) -> list[dict[str, Any]]:
         """An entry of the record for each arm."""
         plan, failed = self._plan, self._rounds.failed if self._rounds else {}
-        link = self._testbed.link
-        rows = {arm: figures_of(steps, self._testbed.emulated) for arm, steps in self._steps.items()}
+        link = self._hosts.link
+        rows = {arm: figures_of(steps, self._hosts.emulated) for arm, steps in self._steps.items()}
         entries = []
         for arm, row in rows.items():
             if arm in failed:
@@ -125,10 +125,10 @@ class _Setting:
                 why = "the time budget ended" if ended == "budget" else "it was interrupted"
                 detail = f"{row['steps']} of {plan.steps} steps: {why}"
             about = {
-                "link": self._testbed.name,
+                "link": self._hosts.name,
                 "rate_bits": link.rate_bits,
-                "emulated": self._testbed.emulated,
-                "note": self._testbed.note,
+                "emulated": self._hosts.emulated,
+                "note": self._hosts.note,
                 "ranks": self._ranks,
                 "arm": arm,
                 "strategy": described(arm),
@@ -139,14 +139,14 @@ class _Setting:
         return entries
 
     def _start(self, arm: str) -> ArmProcesses:
-        plan, bed = self._plan, self._testbed
+        plan, hosts = self._plan, self._hosts
         return ArmProcesses(
-            BenchRank, self._ranks, arm, self._work, plan.bucket_mb, bed.emulated,
-            prepare=bed.prepare, timeout=self._timeout,
+            BenchRank, self._ranks, arm, self._work, plan.bucket_mb, hosts.emulated,
+            prepare=hosts.prepare, timeout=self._timeout,
         )  # fmt: skip
 
     def _report(self, arm: str, step: int) -> None:
-        self._on_progress(StepProgress(self._step_number, self._testbed.name, self._ranks, arm, step))
+        self._on_progress(StepProgress(self._step_number, self._hosts.name, self._ranks, arm, step))
         self._step_number += 1
 
     def _keep(self, arm: str, samples: Step, step: int) -> None:
@@ -158,7 +158,7 @@ class _Setting:
         if self._plan.timeout_s is not None:
             return self._plan.timeout_s
         dense = wire_bytes("all_reduce", self._work.gradient_bytes, self._ranks)
-        return 60.0 + 10 * self._testbed.link.seconds(dense)
+        return 60.0 + 10 * self._hosts.link.seconds(dense)
 
 
 def _check_memory(plan: BenchPlan, work: Workload) -> None:

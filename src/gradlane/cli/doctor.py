@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
     from ..bench.record import check_writable
     from ..doctor import examine
-    from ..doctor.price import parse_count
+    from ..doctor.estimates import parse_count
     from .doctor_view import print_report
 
     link = parse_link(options.link) if options.link else None

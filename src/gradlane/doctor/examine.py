@@ -1,4 +1,4 @@
-"""``gradlane doctor``: all of it, on this machine or in this job."""
+"""``gradlane doctor``: all checks, on this machine or in this job."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ..local import RankFailed, run_ranks
 from .environment import check_environment
+from .estimates import STRATEGIES, Estimate, estimates
 from .finding import Finding
 from .job import MEET, Examined, cannot_connect, check_job, in_a_job
 from .machine import check_machine
 from .measure_link import MeasuredLink, measure
-from .price import STRATEGIES, Estimate, estimates
 from .reachability import check_reachability
 
 DEFAULT_PARAMETERS = 9_400_000
@@ -25,14 +25,14 @@ LOCAL_RANKS = 2
 
 @dataclass(frozen=True)
 class Report:
-    """What ``examine`` found; on a job's ranks the same but for ``rank``."""
+    """The result of ``examine``. All ranks of a job have the same, except for ``rank``."""
 
     where: str
     rank: int
     findings: tuple[Finding, ...]
     parameters: int
     link: MeasuredLink | None
-    """None where it could not be measured."""
+    """None if it could not be measured."""
     estimates: tuple[Estimate, ...]
 
     @property
@@ -40,23 +40,23 @@ class Report:
         return any(finding.level == "broken" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        priced = [{**dataclasses.asdict(row), "seconds": row.seconds} for row in self.estimates]
-        return {**dataclasses.asdict(self), "estimates": priced, "broken": self.broken}
+        rows = [{**dataclasses.asdict(row), "seconds": row.seconds} for row in self.estimates]
+        return {**dataclasses.asdict(self), "estimates": rows, "broken": self.broken}
 
 
 def examine(parameters: int = DEFAULT_PARAMETERS, *, rate_bits: float | None = None) -> Report:
-    """Look at this machine, and measure between two local ranks; under ``torchrun``, or with a process group,
-    at the job, and between its own ranks, all of which must call it.
+    """Check this machine, and measure the link between two local ranks.
 
-    ``rate_bits``: price the gradients on a link of that rate, not on the one that was measured.
+    Under ``torchrun``, or with a process group: check the job, and measure between its ranks. All ranks must
+    call it. ``rate_bits``: estimate for a link of that rate in place of the measured one.
     """
-    seen = check_job(_check_here, STRATEGIES) if in_a_job() else _check_locally()
-    priced: list[Estimate] = []
-    if (link := seen.link) is not None:
-        priced = estimates(
+    examined = check_job(_check_here, STRATEGIES) if in_a_job() else _check_locally()
+    estimated: list[Estimate] = []
+    if (link := examined.link) is not None:
+        estimated = estimates(
             parameters, link if rate_bits is None else replace(link, bytes_per_s=rate_bits / 8)
         )
-    return Report(seen.where, seen.rank, tuple(seen.findings), parameters, link, tuple(priced))
+    return Report(examined.where, examined.rank, tuple(examined.findings), parameters, link, tuple(estimated))
 
 
 def _check_here(ranks_here: int | None, hosts: int) -> list[Finding]:

@@ -1,7 +1,7 @@
 """The network interface that Gloo binds to.
 
-torch's Gloo takes the interfaces in GLOO_SOCKET_IFNAME. Without it, it takes the address that the host's own
-name resolves to, if that can be bound, and else the loopback address, which no other host can reach.
+torch's Gloo uses the interfaces in GLOO_SOCKET_IFNAME. If it is not set, Gloo binds to the address of the
+host's own name. If that cannot be bound, it uses the loopback address, which no other host can reach.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ LOOPBACK = "127.0.0.1"
 
 
 class Binding(NamedTuple):
-    """What Gloo will listen on."""
+    """The address on which Gloo will listen."""
 
     address: str
     name: str
-    """Of the interface, as far as it can be told."""
+    """The name of the interface, if known."""
     how: str
-    """It was chosen."""
+    """The reason for this address, in words."""
     missing: str = ""
-    """The interface that was asked for and is not there."""
+    """An interface of GLOO_SOCKET_IFNAME that does not exist."""
 
     @property
     def loopback(self) -> bool:
@@ -46,11 +46,11 @@ class Binding(NamedTuple):
 
 def gloo_binding(environ: Mapping[str, str]) -> Binding:
     known = addresses()
-    if asked := environ.get(VARIABLE):
-        name = asked.split(",")[0]
+    if names := environ.get(VARIABLE):
+        name = names.split(",")[0]
         present = {found for _, found in socket.if_nameindex()}
-        missing = next((one for one in asked.split(",") if one not in present), "")
-        return Binding(known.get(name, ""), name, f"{VARIABLE}={asked}", missing)
+        missing = next((one for one in names.split(",") if one not in present), "")
+        return Binding(known.get(name, ""), name, f"{VARIABLE}={names}", missing)
     host = socket.gethostname()
     for address in _resolved(host):
         if _can_bind(address):
@@ -77,7 +77,7 @@ def addresses() -> dict[str, str]:
 
 
 def candidates() -> list[str]:
-    """Interfaces with an address that others may reach."""
+    """Interfaces with an address that other hosts may reach."""
     return [name for name, own in addresses().items() if not ipaddress.ip_address(own).is_loopback]
 
 

@@ -1,4 +1,4 @@
-"""One letter and one colour per arm, the same all over a page."""
+"""One letter and one colour for each arm, the same on the whole page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 HUES = 6  # colours of the style sheet, chosen to differ for colour-blind readers too
-NEUTRAL = {"ddp": "arm-base", "Noop()": "arm-idle"}  # the base and compute alone take no hue
+NEUTRAL = {"ddp": "arm-base", "Noop()": "arm-idle"}  # the baseline and compute alone are grey
 
 
 @dataclass(frozen=True)
 class ArmStyle:
-    """``style`` is a class of the style sheet; the letter tells arms apart without any colour."""
+    """``style`` is a class of the style sheet. The letter distinguishes arms without colour."""
 
     name: str
     letter: str
@@ -19,7 +19,7 @@ class ArmStyle:
 
 
 def assign(names: Iterable[str]) -> dict[str, ArmStyle]:
-    """In the order of their first appearance. Beyond the hues colours repeat, with dashed lines."""
+    """Styles in the order of first appearance. After ``HUES`` arms the colours repeat, with dashed lines."""
     arms: dict[str, ArmStyle] = {}
     hue = 0
     for name in dict.fromkeys(names):
@@ -32,5 +32,5 @@ def assign(names: Iterable[str]) -> dict[str, ArmStyle]:
 
 
 def _letter(at: int) -> str:
-    rounds, rest = divmod(at, 26)
-    return chr(ord("A") + rest) + (str(rounds + 1) if rounds else "")
+    rounds, letter = divmod(at, 26)
+    return chr(ord("A") + letter) + (str(rounds + 1) if rounds else "")

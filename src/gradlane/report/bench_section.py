@@ -1,4 +1,4 @@
-"""What the page shows of a bench document: per link and number of ranks a table, bars and timelines."""
+"""The page's section on a bench document: a table, bars and timelines for each link and number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .documents import FAILED, Bench, BenchResult, RankStep
 from .number_format import byte_size, duration, seconds_column, share, times
 from .table import Row, Table, status_row
 
-IDLE = "Noop()"  # compute alone: the ceiling, and off the scale of everything else
+IDLE = "Noop()"  # compute alone: the upper limit of any speed-up, too large for the scale of the bars
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Grou
         note="\n".join(dict.fromkeys(result.note for result in results if result.note)),
         table=_table(results, arms),
         speedups=_speedups(drawable, arms),
-        ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: nothing can be faster." if idle else "",
+        ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: no strategy can be faster." if idle else "",
         phases=_phases(drawable, arms),
         timelines=[_timeline(result.timeline, arms[result.arm]) for result in drawable if result.timeline],
     )

@@ -1,4 +1,4 @@
-"""The tables of the page: one arm per row, and below it what it has to say for itself."""
+"""The tables of the page: one arm per row, and below it the detail of its status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .arm_styles import ArmStyle
 
 @dataclass(frozen=True)
 class Row:
-    """``brief`` and ``detail`` are two halves of what went wrong: one line, and all the lines."""
+    """``brief`` is the detail of the status in one line, ``detail`` all its lines if there are more."""
 
     arm: ArmStyle
     status: str
@@ -31,7 +31,7 @@ class Table:
 
 
 def status_row(arm: ArmStyle, status: str, detail: str, cells: Sequence[str]) -> Row:
-    """A detail of several lines gets the telling one in front: the last of a traceback, else the first."""
+    """A row whose brief line is the last line of a traceback, or the first line of any other detail."""
     lines = [line for line in detail.splitlines() if line.strip()]
     if not lines:
         return Row(arm, status, "", cells)

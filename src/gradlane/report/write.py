@@ -19,8 +19,8 @@ from .train_section import TrainSection, train_section
 
 ENDINGS = {
     "complete": "complete: every arm was run",
-    "budget": "stopped at its time budget: what was not done by then is missing",
-    "interrupted": "interrupted: what was not done by then is missing",
+    "budget": "stopped at its time budget: later steps are missing",
+    "interrupted": "interrupted: later steps are missing",
 }
 
 
@@ -42,7 +42,7 @@ class Section:
 
 
 def write_page(inputs: Sequence[Path], out: Path) -> None:
-    """Read all inputs, then write the page; nothing is written if one of them cannot be read."""
+    """Write the page of these files; nothing is written if one of them cannot be read."""
     if not inputs:
         raise InvalidValue("no input; give one or more files of `gradlane bench` or `gradlane train`")
     if not out.parent.is_dir():
@@ -114,7 +114,7 @@ def _sentence(document: Bench | Train) -> str:
         return f"One training step was timed for {arms} on {named}, with {world}."
     seeds = {len(result.seeds) for result in document.results if result.seeds}
     if not seeds:
-        return f"Training was tried for {arms} over {document.link.name}; none came to a curve."
+        return f"Training was started for {arms} over {document.link.name}; no arm reached an evaluation."
     most = f"{'up to ' if len(seeds) > 1 else ''}{_count(max(seeds), 'seed')} each"
     return f"Training was compared for {arms} over {document.link.name}, with {most}."
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..bench.arms import DDP
+from ..bench.hosts import Hosts, hosts_for
 from ..bench.record import FORMAT, command_line, provenance
-from ..bench.testbed import Testbed, testbed
 from .loss_figures import default_target, final_step, result
 from .seed_run import FAILED, SeedRun
 from .seed_training import ArmProgress, SeedTraining
@@ -35,19 +35,19 @@ def train_arms(
     task = TASKS[plan.task](plan.layer_width)
     runs: Runs = {arm: [] for arm in plan.all_arms}
     ended = "complete"
-    with testbed(plan.ranks, plan.link) as bed:
-        if bed.note:
-            on_note(bed.note)
+    with hosts_for(plan.ranks, plan.link) as hosts:
+        if hosts.note:
+            on_note(hosts.note)
         try:
             for seed in range(plan.seeds):
                 if time.monotonic() >= until or not _train_seed(
-                    plan, task, seed, runs, bed, on_progress, until
+                    plan, task, seed, runs, hosts, on_progress, until
                 ):
                     ended = "budget"
                     break
         except KeyboardInterrupt:
             ended = "interrupted"
-    return _document(plan, task, runs, bed, ended, command or command_line())
+    return _document(plan, task, runs, hosts, ended, command or command_line())
 
 
 def _train_seed(
@@ -55,7 +55,7 @@ def _train_seed(
     task: Task,
     seed: int,
     runs: Runs,
-    bed: Testbed,
+    hosts: Hosts,
     on_progress: Callable[[ArmProgress], None],
     until: float,
 ) -> bool:
@@ -66,11 +66,11 @@ def _train_seed(
             earlier.append(current[arm])
     if not current:
         return True
-    return SeedTraining(plan, task, seed, current, bed.prepare, on_progress).train(until)
+    return SeedTraining(plan, task, seed, current, hosts.prepare, on_progress).train(until)
 
 
 def _document(
-    plan: TrainPlan, task: Task, runs: Runs, bed: Testbed, ended: str, command: Sequence[str]
+    plan: TrainPlan, task: Task, runs: Runs, hosts: Hosts, ended: str, command: Sequence[str]
 ) -> dict[str, Any]:
     final, target = final_step(runs), plan.target
     if target is None and final is not None:
@@ -96,10 +96,10 @@ def _document(
         "settings": settings,
         "ended": ended,
         "link": {
-            "name": bed.name,
-            "rate_bits": bed.link.rate_bits,
-            "emulated": bed.emulated,
-            "note": bed.note,
+            "name": hosts.name,
+            "rate_bits": hosts.link.rate_bits,
+            "emulated": hosts.emulated,
+            "note": hosts.note,
         },
         "unit": task.unit,
         "target": target,

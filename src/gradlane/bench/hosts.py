@@ -11,7 +11,7 @@ from .link import Link
 
 
 @dataclass(frozen=True)
-class Testbed:
+class Hosts:
     link: Link  # the link that is really between the ranks
     emulated: bool
     note: str  # why it differs from the requested link
@@ -24,11 +24,15 @@ class Testbed:
 
 
 @contextmanager
-def testbed(ranks: int, link: Link) -> Iterator[Testbed]:
+def hosts_for(ranks: int, link: Link) -> Iterator[Hosts]:
     """One host for each rank. Where that is impossible: loopback, unshaped, with a note that says so."""
     if (reason := why_not()) is not None:
-        note = "" if link.rate_bits is None else f"{link.name} was asked for; {reason}; so loopback, unshaped"
-        yield Testbed(Link("none", None), False, note)
+        note = (
+            ""
+            if link.rate_bits is None
+            else f"{link.name} is not emulated: {reason}; the ranks use loopback, unshaped"
+        )
+        yield Hosts(Link("none", None), False, note)
         return
-    with EmulatedNetwork(ranks, link) as hosts:
-        yield Testbed(link, True, "", hosts.enter)
+    with EmulatedNetwork(ranks, link) as network:
+        yield Hosts(link, True, "", network.enter)
