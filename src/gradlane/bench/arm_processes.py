@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GradlaneError
-from ..local.ranks import Ranks, ending_after, orders, tell
+from ..local.rank_process import ending_after, orders, tell
+from ..local.ranks import Ranks
 
 GRACE = 5.0  # seconds beyond the timeout, in which a rank can report by itself what it waits for
 

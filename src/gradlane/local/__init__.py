@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GradlaneError
-from .ranks import Ranks, tell
+from .rank_process import tell
+from .ranks import Ranks
 
 __all__ = ["RankFailed", "run_ranks", "tell"]
 
