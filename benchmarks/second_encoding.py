@@ -24,7 +24,7 @@ from gradlane.core.collectives import all_gather, all_to_all
 from gradlane.strategies.encoding import SALT, encoded
 from gradlane.strategies.shards import Shards
 from gradlane.train.tasks import bytes_task
-from gradlane.train.worker import MOMENTUM, share_of_rate
+from gradlane.train.train_rank import MOMENTUM, share_of_rate
 
 
 @dataclass

@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 
 import gradlane as gl
-from gradlane.bench.compare import Plan, compare
-from gradlane.bench.crew import ArmFailed, Crew
+from gradlane.bench.arm_processes import ArmFailed, ArmProcesses
+from gradlane.bench.bench_arms import bench_arms
+from gradlane.bench.bench_plan import BenchPlan
 from gradlane.bench.link import framed_bytes, parse_link
-from gradlane.bench.turns import Turns
+from gradlane.bench.rounds import Rounds
 from gradlane.report.write import write_page
 
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
 
 ROOT = Path(__file__).parents[2]
-TINY = Plan(
+TINY = BenchPlan(
     arms=("Mean()", "torch.fp16", "torch.bf16"),
     links=(parse_link("none"),),
     model="tests.support.workloads:tiny",
@@ -38,9 +39,9 @@ FIELDS = {"link", "ranks", "arm", "strategy", "status", "median_s", "min_s", "cp
 
 @pytest.fixture(scope="module")
 def record():
-    heard = []
-    found = compare(replace(TINY, ranks=(2, 3)), heard.append)
-    return found, heard
+    seen = []
+    found = bench_arms(replace(TINY, ranks=(2, 3)), seen.append)
+    return found, seen
 
 
 def test_there_is_one_object_for_each_arm_and_number_of_ranks(record):
@@ -82,7 +83,7 @@ def test_the_figures_of_an_arm_fit_together(record):
             assert 0 <= request["start_s"] <= request["start_s"] + spent <= rank["end_s"] + 1e-3
 
 
-def test_an_arm_that_crashes_is_told_and_the_others_go_on(record):
+def test_an_arm_that_crashes_is_printed_and_the_others_go_on(record):
     found, _ = record
     failed = [row for row in found["results"] if row["arm"] == "torch.bf16"]
     assert [row["status"] for row in failed] == ["crashed", "crashed"]
@@ -91,12 +92,12 @@ def test_an_arm_that_crashes_is_told_and_the_others_go_on(record):
 
 
 def test_progress_tells_every_turn(record):
-    _found, heard = record
-    turns = 2 * 4 * (3 + 2)  # two numbers of ranks, four arms that run
-    assert len(heard) == turns
-    assert [where.turn for where in heard] == sorted({where.turn for where in heard})
-    assert {where.step for where in heard} == {-2, -1, 0, 1, 2}
-    first = [where.arm for where in heard if where.ranks == 2][::4]
+    _found, seen = record
+    steps = 2 * 4 * (3 + 2)  # two numbers of ranks, four arms that run
+    assert len(seen) == steps
+    assert [where.number for where in seen] == sorted({where.number for where in seen})
+    assert {where.step for where in seen} == {-2, -1, 0, 1, 2}
+    first = [where.arm for where in seen if where.ranks == 2][::4]
     assert len(set(first)) > 1  # not always the same arm first
 
 
@@ -111,8 +112,10 @@ def test_the_page_takes_the_record(record, tmp_path):
 def test_ledger_and_interface_agree_at_100_mbit():
     arms = ("Mean()", "torch.allreduce", "torch.fp16", "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)",
             "WeightedMean(2.0)")  # fmt: skip
-    plan = Plan(arms, (parse_link("100mbit"),), model="tests.support.workloads:million", steps=2, warmup=2)
-    rows = compare(plan)["results"]
+    plan = BenchPlan(
+        arms, (parse_link("100mbit"),), model="tests.support.workloads:million", steps=2, warmup=2
+    )
+    rows = bench_arms(plan)["results"]
     assert [row["status"] for row in rows] == ["ok"] * 8
     for row in rows:
         assert row["emulated"]
@@ -124,7 +127,7 @@ def test_ledger_and_interface_agree_at_100_mbit():
 
 
 def test_a_time_budget_ends_it_with_what_there_is():
-    found = compare(replace(TINY, budget_s=1e-6))
+    found = bench_arms(replace(TINY, budget_s=1e-6))
     assert found["ended"] == "budget"
     assert {row["status"] for row in found["results"]} == {"not run", "crashed"}
     assert found["results"][0]["detail"] == "0 of 3 steps: the time budget ended"
@@ -151,23 +154,23 @@ def test_an_arm_that_hangs_is_ended_and_the_others_go_on():
     made = {"quick": (Sleeper, 0.0), "slow": (Sleeper, 60.0), "dies": (Dies, 0.0)}
     samples = []
     start = time.monotonic()
-    with Turns(list(made), lambda arm: Crew(made[arm][0], 2, made[arm][1], patience=20)) as turns:
+    with Rounds(list(made), lambda arm: ArmProcesses(made[arm][0], 2, made[arm][1], timeout=20)) as rounds:
         for number in range(3):
-            turns.round(
-                number, number, patience=1.0, on_sample=lambda arm, sample: samples.append((arm, sample))
+            rounds.run(
+                number, number, timeout=1.0, on_sample=lambda arm, sample: samples.append((arm, sample))
             )
-        assert turns.running == ("quick",)
+        assert rounds.running == ("quick",)
     assert time.monotonic() - start < 20
     assert samples == [("quick", [number] * 2) for number in range(3)]
-    slow, dies = turns.failed["slow"], turns.failed["dies"]
+    slow, dies = rounds.failed["slow"], rounds.failed["dies"]
     assert (slow.status, dies.status) == ("hung", "crashed")
     assert "did not finish within 1 s" in str(slow)
     assert str(dies).endswith("ended by SIGABRT; the last words")
 
 
-def test_a_crew_that_cannot_start_says_why():
+def test_an_arm_that_cannot_start_says_why():
     with pytest.raises(ArmFailed, match=r"at its start, rank \d: TypeError: .*missing 1 required"):
-        Crew(Sleeper, 2)
+        ArmProcesses(Sleeper, 2)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_a_crew_that_cannot_start_says_why():
 )
 def test_what_cannot_be_measured_is_refused(change, message):
     with pytest.raises(gl.InvalidValue, match=message):
-        compare(replace(TINY, **change))
+        bench_arms(replace(TINY, **change))
 
 
 def bench(*arguments, env=None):
@@ -222,19 +225,20 @@ def _heeds_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_the_command_prints_a_table_and_writes_json_and_bars(tmp_path):
-    files = {name: tmp_path / name for name in ("out.json", "bars.png", "bars.svg")}
-    arguments = ["--steps", "2", "--warmup", "1", "--arm", "Mean()", "--json", str(files["out.json"])]
-    running = bench(*arguments, "--plot", str(files["bars.png"]))
-    told, errors = running.communicate(timeout=120)
+def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path):
+    out, page = tmp_path / "out.json", tmp_path / "page.html"
+    arguments = ["--steps", "2", "--warmup", "1", "--arm", "Mean()", "--json", str(out)]
+    running = bench(*arguments, "--page", str(page))
+    printed, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
-    for heading in ("median", "exposed", "ledger", "counted", "of limit", "Mean()", "Noop()"):
-        assert heading in told
-    record = json.loads(files["out.json"].read_text())
+    for heading in ("median", "exposed", "ledger", "interface", "of limit", "Mean()", "Noop()"):
+        assert heading in printed
+    record = json.loads(out.read_text())
     assert record["made"]["command"].startswith(
         "gradlane bench --model tests.support.workloads:tiny --steps 2"
     )
-    assert files["bars.png"].read_bytes().startswith(b"\x89PNG")
+    write_page([out], tmp_path / "again.html")
+    assert page.read_text() == (tmp_path / "again.html").read_text()  # as `gradlane report` makes it
 
 
 def test_ctrl_c_leaves_a_partial_table_and_nothing_else(tmp_path):
@@ -244,9 +248,9 @@ def test_ctrl_c_leaves_a_partial_table_and_nothing_else(tmp_path):
     time.sleep(1)
     used = namespaces(members(running.pid))
     os.kill(running.pid, signal.SIGINT)
-    told, errors = running.communicate(timeout=60)
+    printed, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
-    assert "Interrupted: the table holds what was measured until then." in told
+    assert "Interrupted: the table shows what was measured until then." in printed
     assert json.loads(out.read_text())["ended"] == "interrupted"
     assert "Traceback" not in errors
     assert gone(lambda: not members(running.pid))
@@ -269,7 +273,7 @@ def test_killed_at_five_random_points_it_leaves_nothing(tmp_path):
         assert not used & namespaces()
     assert set(os.listdir(tmp_path)) <= {f"torchinductor_{getpass.getuser()}"}  # torch's own
     last = bench("--steps", "1", "--warmup", "1", "--link", "1gbit")
-    _told, errors = last.communicate(timeout=120)
+    _printed, errors = last.communicate(timeout=120)
     assert last.returncode == 0, errors
 
 

@@ -17,7 +17,7 @@ import gradlane as gl
 from gradlane.core.strategy import shared_state
 from gradlane.local import run_ranks
 
-from ..support.checkpoints import SMALL
+from ..support.checkpoints import OLD_CHECKPOINT, SMALL
 from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
 FEEDBACK = "ErrorFeedback(Gathered(TopK(ratio=0.1)))"
@@ -87,15 +87,15 @@ def who_may_load(rank, folder):
     attachment.save(folder)
     memory = attachment.strategy.memory.state_dict()
     attachment.close()
-    told = {}
-    heard = []
+    messages = {}
+    logged = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("gradlane").addHandler(handler)
 
     _, other = attached("WorkerMomentum(ErrorFeedback(Sharded(Int4())))")
     with other:
-        told["strategy"] = refused(other.load, folder)
+        messages["strategy"] = refused(other.load, folder)
         assert other.step == 0
         other.load(folder, strict=False)
         kept = other.strategy.inner.memory.state_dict()
@@ -105,40 +105,44 @@ def who_may_load(rank, folder):
             not other.strategy.memory.state_dict()
         )  # momentum is no residual, although it has the same place
         assert other.step == 3
-        assert not [text for text in heard if "left out" in text]
+        assert not [text for text in logged if "left out" in text]
 
     model, other = attached(module=Narrower())
     with other:
-        told["model"] = refused(other.load, folder)
+        messages["model"] = refused(other.load, folder)
         other.load(folder, strict=False)
         kept = other.strategy.memory.state_dict()
         assert set(kept) == {name for name in memory if name.startswith("layers")} | {"scale"}
-        told["left out"] = sorted(text for text in heard if "left out" in text)
+        messages["left out"] = sorted(text for text in logged if "left out" in text)
         steps(rank, model, other, 2)  # its buckets are others, for good: it goes on with them
-        assert [text for text in heard if "the run goes on with DDP's" in text]
+        assert [text for text in logged if "the run goes on with DDP's" in text]
         assert replicas_equal([p.grad for p in model.parameters()])
 
     _, other = attached()
     with other:
-        told["nothing there"] = refused(other.load, f"{folder}/nowhere")
-        told["one rank"] = refused(other.load, folder if rank == 0 else f"{folder}/elsewhere")
+        messages["old format"] = refused(other.load, OLD_CHECKPOINT)
+        messages["nothing there"] = refused(other.load, f"{folder}/nowhere")
+        messages["one rank"] = refused(other.load, folder if rank == 0 else f"{folder}/elsewhere")
         with pytest.raises(gl.RanksDisagree, match="strict"):
             other.load(folder, strict=rank == 0)
-    return told
+    return messages
 
 
 def test_who_may_load_it(tmp_path):
-    for told in run_ranks(who_may_load, 2, str(tmp_path), deadline=120):
-        assert f"saved by {gl.describe(gl.parse(FEEDBACK))}, this run has WorkerMomentum" in told["strategy"]
-        assert "strict=False" in told["strategy"]
-        assert "it has cube [2, 3, 24] float32 trained, this model has" in told["model"]
-        assert [" ".join(text.split()[:5]) for text in told["left out"]] == [
+    for messages in run_ranks(who_may_load, 2, str(tmp_path), deadline=120):
+        assert (
+            f"saved by {gl.describe(gl.parse(FEEDBACK))}, this run has WorkerMomentum" in messages["strategy"]
+        )
+        assert "strict=False" in messages["strategy"]
+        assert "it has cube [2, 3, 24] float32 trained, this model has" in messages["model"]
+        assert [" ".join(text.split()[:5]) for text in messages["left out"]] == [
             "load: left out ErrorFeedback.memory: 'cube'",
             "load: left out ErrorFeedback.memory: 'spare.bias'",
             "load: left out ErrorFeedback.memory: 'spare.weight'",
         ]
-        assert "no manifest.json in" in told["nothing there"]
-        assert "rank 1 cannot load" in told["one rank"]
+        assert "has format 1, of an older gradlane" in messages["old format"]
+        assert "no manifest.json in" in messages["nothing there"]
+        assert "rank 1 cannot load" in messages["one rank"]
 
 
 def no_space(descriptor):
@@ -164,7 +168,7 @@ class WithOddState(gl.Strategy):
 
 
 def cannot_write(rank, folder):
-    told = []
+    messages = []
     ddp, attachment = attached()
     with attachment:
         steps(rank, ddp, attachment, 1)
@@ -177,7 +181,7 @@ def cannot_write(rank, folder):
         def fails(path):
             with pytest.raises(gl.NotSaved) as error:
                 attachment.save(path)
-            told.append(str(error.value))
+            messages.append(str(error.value))
 
         fails(in_the_way if rank == 1 else folder)
         with mock.patch("os.fsync", no_space if rank == 0 else os.fsync):
@@ -191,7 +195,7 @@ def cannot_write(rank, folder):
         step = attachment.step
         attachment.swap(WithOddState(Odd()))
         fails(folder)
-    return told, names, step
+    return messages, names, step
 
 
 def _first(attachment):
@@ -202,14 +206,14 @@ def _first(attachment):
 
 def test_a_rank_that_cannot_write_makes_all_raise(tmp_path):
     outcomes = run_ranks(cannot_write, 2, str(tmp_path), deadline=120)
-    for told, names, step in outcomes:
-        assert told[0].startswith("rank 1 could not save to")
-        assert "Not a directory" in told[0] or "File exists" in told[0]
-        assert told[1].startswith("rank 0 could not save to")
-        assert "No space left on device" in told[1]
-        assert "rank 1" in told[2]
-        assert "not finite" in told[2]
-        assert "a list in 'odd/list'" in told[3]
+    for messages, names, step in outcomes:
+        assert messages[0].startswith("rank 1 could not save to")
+        assert "Not a directory" in messages[0] or "File exists" in messages[0]
+        assert messages[1].startswith("rank 0 could not save to")
+        assert "No space left on device" in messages[1]
+        assert "rank 1" in messages[2]
+        assert "not finite" in messages[2]
+        assert "a list in 'odd/list'" in messages[3]
         assert [name[:6] for name in names] == ["file", "manife", "rank-0", "rank-0"]
         assert step == 1
 
@@ -239,7 +243,7 @@ def test_ranks_with_a_disk_each(tmp_path):
     for rank, found in enumerate(run_ranks(with_own_disks, 3, str(tmp_path))):
         assert found == (["manifest.j", f"rank-0000{rank}"], 2, True)
     for message in run_ranks(one_less, 2, str(tmp_path)):
-        assert "with another number of ranks than it was saved with those of all old ranks" in message
+        assert "if the number of ranks has changed since the save, the files of all old ranks" in message
 
 
 def in_two_steps(rank, folder):
@@ -282,10 +286,10 @@ def counting(rank, folder, resume):
             steps(rank, ddp, attachment, 2)
             attachment.save(folder)
             return attachment.strategy.own.seen
-        told = refused(attachment.load, folder)
+        messages = refused(attachment.load, folder)
         attachment.load(folder, strict=False)
         return (
-            told,
+            messages,
             attachment.strategy.own.seen,
             len(attachment.strategy.inner.memory.state_dict()),
             attachment.step,
@@ -294,8 +298,8 @@ def counting(rank, folder, resume):
 
 def test_state_of_ones_own_and_another_world(tmp_path):
     assert all(run_ranks(counting, 2, str(tmp_path), False))
-    for told, seen, memories, step in run_ranks(counting, 3, str(tmp_path), True):
-        assert "Counting.own (Own) does not say what becomes of it with 3 ranks instead of 2" in told
+    for messages, seen, memories, step in run_ranks(counting, 3, str(tmp_path), True):
+        assert "Counting.own (Own) does not say what becomes of it with 3 ranks instead of 2" in messages
         assert (seen, step) == (0, 2)
         assert memories in (0, 12)  # rank 2 begins without a residual
     assert run_ranks(in_two_steps, 2, str(tmp_path / "apart")) == [True, True]

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from gradlane import doctor
+from gradlane.bench.hosts import hosts_for
 from gradlane.bench.link import parse_link
-from gradlane.bench.place import place
 from gradlane.doctor.examine import _local_rank
 from gradlane.local import run_ranks
 
@@ -63,7 +63,12 @@ def test_in_a_job_rank_0_speaks_for_all():
 def test_what_is_broken_is_an_exit_code():
     done = run("-m", "gradlane", "doctor", TORCH_DISTRIBUTED_DEBUG="DETAIL", GLOO_SOCKET_IFNAME="nosuch0")
     assert done.returncode == 1
-    for text in ("no interface nosuch0", "DDP's constructor crash", "use INFO", "2 things broken"):
+    for text in (
+        "this host has no interface nosuch0",
+        "DDP's constructor crash",
+        "use INFO",
+        "2 things broken",
+    ):
         assert text in done.stdout
     assert "Between" not in done.stdout
 
@@ -86,7 +91,7 @@ def on_several_hosts(rank, path):
     return report.where, report.broken, report.link, [(found.topic, found.who) for found in broken]
 
 
-def test_hosts_that_cannot_reach_each_other_are_told_before_they_try():
+def test_hosts_that_cannot_reach_each_other_are_reported_before_they_try():
     each = [("interface", f"rank {rank} (host{rank}.invalid)") for rank in range(2)]
     assert run_ranks(on_several_hosts, 2, init=False) == [("2 ranks on 2 hosts", True, None, each)] * 2
 
@@ -104,7 +109,7 @@ def test_it_can_be_called_in_a_training_script():
 
 @needs_links
 def test_the_link_is_what_was_measured():
-    with place(2, parse_link("100mbit")) as hosts:
+    with hosts_for(2, parse_link("100mbit")) as hosts:
         found = run_ranks(_local_rank, 2, prepare=hosts.prepare)
     assert found[0].bytes_per_s == found[1].bytes_per_s
     assert 50e6 < found[0].bytes_per_s * 8 < 110e6

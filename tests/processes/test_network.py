@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import gradlane as gl
-from gradlane.bench import network
+from gradlane.bench import emulation
+from gradlane.bench.emulation import EmulatedNetwork, sent_bytes, why_not
 from gradlane.bench.link import Link, framed_bytes, parse_link
-from gradlane.bench.network import Network, sent_bytes, why_not
 from gradlane.local import run_ranks
 
 from ..support.leftovers import gone, members, namespaces
@@ -66,7 +66,7 @@ def exchange(rank, numel):
 @needs_links
 def test_a_shaped_link_has_its_rate_and_counts_its_bytes():
     link = parse_link("100mbit")
-    with Network(2, link) as hosts:
+    with EmulatedNetwork(2, link) as hosts:
         found = run_ranks(exchange, 2, 1_000_000, prepare=hosts.enter)
     for seconds, counted, interfaces in found:
         assert seconds >= 0.9 * link.seconds(4e6)  # never faster than the link
@@ -80,9 +80,9 @@ def test_hosts_come_and_go_without_a_trace():
     before = (socket.if_nameindex(), os.listdir("/proc/self/fd"))
     used = set()
     for _ in range(3):
-        with Network(4, Link("none", None)) as hosts:
+        with EmulatedNetwork(4, Link("none", None)) as hosts:
             used |= set(run_ranks(lambda rank: os.readlink("/proc/self/ns/net"), 4, prepare=hosts.enter))
-    with pytest.raises(ZeroDivisionError), Network(2, parse_link("1gbit")):
+    with pytest.raises(ZeroDivisionError), EmulatedNetwork(2, parse_link("1gbit")):
         raise ZeroDivisionError
     assert (socket.if_nameindex(), os.listdir("/proc/self/fd")) == before
     assert len(used) > 3  # each host was one of its own; the kernel may use a number again
@@ -92,9 +92,9 @@ def test_hosts_come_and_go_without_a_trace():
 KILLED = """
 import time
 from gradlane.bench.link import parse_link
-from gradlane.bench.network import Network
+from gradlane.bench.emulation import EmulatedNetwork
 from gradlane.local import run_ranks
-with Network(2, parse_link("100mbit")) as hosts:
+with EmulatedNetwork(2, parse_link("100mbit")) as hosts:
     run_ranks(lambda rank: (print("up", flush=True), time.sleep(60)), 2, prepare=hosts.enter)
 """
 
@@ -115,12 +115,12 @@ def test_a_killed_process_takes_its_ranks_and_its_hosts_with_it():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(network, "_tool", lambda name: None)
+    monkeypatch.setattr(emulation, "_tool", lambda name: None)
     assert why_not() == "no ip and no tc; install iproute2 from the system's packages"
     with pytest.raises(gl.WrongState, match="links cannot be emulated here: no ip and no tc"):
-        Network(2, parse_link("1gbit")).__enter__()
-    monkeypatch.setattr(network, "_tool", lambda name: f"/sbin/{name}")
-    monkeypatch.setattr(network, "_checked", refused)
+        EmulatedNetwork(2, parse_link("1gbit")).__enter__()
+    monkeypatch.setattr(emulation, "_tool", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(emulation, "_checked", refused)
     assert "run as root" in why_not()
 
 
@@ -130,4 +130,4 @@ def refused(call, *arguments):
 
 def test_too_many_hosts_are_refused():
     with pytest.raises(gl.InvalidValue, match="65 hosts cannot be emulated; use 1 to 64"):
-        Network(65, parse_link("none"))
+        EmulatedNetwork(65, parse_link("none"))

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from gradlane.bench import place
+from gradlane.bench import hosts
 from gradlane.bench.link import parse_link
 from gradlane.bench.record import write_json
 from gradlane.report.read import load
 from gradlane.report.write import write_page
-from gradlane.train import bytemodel, digits, seed
-from gradlane.train.plan import Plan
-from gradlane.train.run import run_trial
+from gradlane.train import bytemodel, digits, seed_training
 from gradlane.train.tasks import TASKS
-from gradlane.train.worker import Worker
+from gradlane.train.train_arms import train_arms
+from gradlane.train.train_plan import TrainPlan
+from gradlane.train.train_rank import TrainRank
 
 from ..support.links import needs_links
 
@@ -27,8 +27,8 @@ def losses(document):
 
 @pytest.fixture(scope="module")
 def trained():
-    plan = Plan(arms=("Mean()", "torch.bf16", CAST), steps=4, seeds=2, batch=2, every=2)
-    return plan, run_trial(plan)
+    plan = TrainPlan(arms=("Mean()", "torch.bf16", CAST), steps=4, seeds=2, batch=2, every=2)
+    return plan, train_arms(plan)
 
 
 def test_mean_is_dense_training_bit_for_bit_in_every_loss(trained):
@@ -43,11 +43,11 @@ def test_mean_is_dense_training_bit_for_bit_in_every_loss(trained):
 
 def test_the_same_run_twice_gives_the_same_losses(trained):
     plan, document = trained
-    again = run_trial(replace(plan, arms=(CAST,)))
+    again = train_arms(replace(plan, arms=(CAST,)))
     assert losses(again) == {arm: losses(document)[arm] for arm in ("ddp", CAST)}
 
 
-def test_a_crashing_arm_is_told_and_the_others_go_on(trained):
+def test_a_crashing_arm_is_reported_and_the_others_go_on(trained):
     _, document = trained
     status = {result["arm"]: result["status"] for result in document["results"]}
     assert status == {"ddp": "ok", "Mean()": "ok", "torch.bf16": "crashed", CAST: "ok"}
@@ -78,18 +78,18 @@ def test_the_page_takes_the_document(trained, tmp_path):
     assert "torch.bf16" in (tmp_path / "page.html").read_text()
 
 
-class Recording(Worker):
+class Recording(TrainRank):
     """Writes down its first weights and every batch it draws."""
 
     folder = None
 
     def __init__(self, rank, arm, task, model, plan, seed):
-        place = self.folder / f"{arm}-{seed}-{rank}"
-        place.write_text(digest(model.parameters()) + "\n")
+        path = self.folder / f"{arm}-{seed}-{rank}"
+        path.write_text(digest(model.parameters()) + "\n")
 
         def draw(size, generator):
             batch = task.draw(size, generator)
-            with place.open("a") as file:
+            with path.open("a") as file:
                 file.write(digest(batch) + "\n")
             return batch
 
@@ -104,9 +104,9 @@ def digest(tensors):
 
 
 def test_arms_share_weights_and_data_ranks_and_seeds_do_not(monkeypatch, tmp_path):
-    monkeypatch.setattr(seed, "Worker", Recording)
+    monkeypatch.setattr(seed_training, "TrainRank", Recording)
     monkeypatch.setattr(Recording, "folder", tmp_path)
-    run_trial(Plan(task="digits", arms=(CAST,), steps=3, seeds=2))
+    train_arms(TrainPlan(task="digits", arms=(CAST,), steps=3, seeds=2))
     written = {
         (arm, at, rank): (tmp_path / f"{arm}-{at}-{rank}").read_text().splitlines()
         for arm in ("ddp", CAST)
@@ -137,7 +137,7 @@ def test_held_out_text_is_never_trained_on():
 
 
 def test_digits_are_learned():
-    document = run_trial(Plan(task="digits", arms=("Mean()",), steps=60, every=20))
+    document = train_arms(TrainPlan(task="digits", arms=("Mean()",), steps=60, every=20))
     dense, mean = losses(document).values()
     assert dense == mean
     assert dense[0][-1] < 0.3 * dense[0][0]
@@ -148,7 +148,7 @@ def test_digits_are_learned():
 @pytest.mark.parametrize(("task", "first"), [("bytes", 256 * 32), ("digits", 64 * 32)])
 def test_a_wider_model_sends_what_it_has(task, first):
     """Its first layer is that wide; in a mean of two ranks each sends as much as there is."""
-    narrow, wide = (run_trial(Plan(task=task, steps=1, batch=1, width=width)) for width in (32, 64))
+    narrow, wide = (train_arms(TrainPlan(task=task, steps=1, batch=1, width=width)) for width in (32, 64))
     counts = [document["settings"]["parameters"] for document in (narrow, wide)]
     assert counts[1] - counts[0] > first
     assert [document["results"][0]["bytes_per_step"] for document in (narrow, wide)] == [
@@ -166,9 +166,9 @@ def test_held_out_digits_are_never_trained_on():
 
 @needs_links
 def test_a_link_changes_the_seconds_and_nothing_else():
-    plan = Plan(task="digits", arms=(CAST,), steps=4, every=2)
+    plan = TrainPlan(task="digits", arms=(CAST,), steps=4, every=2)
     link = parse_link("10mbit")
-    free, shaped = run_trial(plan), run_trial(replace(plan, link=link))
+    free, shaped = train_arms(plan), train_arms(replace(plan, link=link))
     assert losses(free) == losses(shaped)
     assert shaped["link"] == {"name": "10mbit", "rate_bits": 1e7, "emulated": True, "note": ""}
     dense, cast = shaped["results"]
@@ -178,12 +178,12 @@ def test_a_link_changes_the_seconds_and_nothing_else():
     assert dense["seconds_per_step"] > cast["seconds_per_step"]
 
 
-def test_a_link_that_cannot_be_emulated_is_told(monkeypatch):
-    monkeypatch.setattr(place, "why_not", lambda: "no tc; install iproute2")
-    heard = []
-    plan = Plan(task="digits", steps=1, link=parse_link("100mbit"))
-    document = run_trial(plan, on_note=heard.append)
-    note = "100mbit was asked for; no tc; install iproute2; so loopback, unshaped"
-    assert heard == [note]
+def test_a_link_that_cannot_be_emulated_is_reported(monkeypatch):
+    monkeypatch.setattr(hosts, "why_not", lambda: "no tc; install iproute2")
+    notes = []
+    plan = TrainPlan(task="digits", steps=1, link=parse_link("100mbit"))
+    document = train_arms(plan, on_note=notes.append)
+    note = "100mbit is not emulated: no tc; install iproute2; the ranks use loopback, unshaped"
+    assert notes == [note]
     assert document["link"] == {"name": "loopback", "rate_bits": None, "emulated": False, "note": note}
     assert document["results"][0]["status"] == "ok"

@@ -10,17 +10,17 @@ import pytest
 from gradlane.bench.record import write_json
 from gradlane.cli import main, train_view
 from gradlane.report.write import write_page
-from gradlane.train import seed
-from gradlane.train.plan import Plan
-from gradlane.train.run import run_trial
-from gradlane.train.worker import Train, Worker
+from gradlane.train import seed_training
+from gradlane.train.train_arms import train_arms
+from gradlane.train.train_plan import TrainPlan
+from gradlane.train.train_rank import Train, TrainRank
 
 
-def test_divergence_is_null_and_told(tmp_path):
-    document = run_trial(Plan(task="digits", steps=8, every=2, lr=1e30))
+def test_divergence_is_null_and_reported(tmp_path):
+    document = train_arms(TrainPlan(task="digits", steps=8, every=2, lr=1e30))
     dense = document["results"][0]
     assert dense["status"] == "diverged"
-    assert "no finite number in step" in dense["detail"]
+    assert "not finite in step" in dense["detail"]
     assert dense["runs"][0]["loss"][-1] is None
     assert document["target"] is None
     write_json(tmp_path / "wild.json", document)  # which refuses NaN
@@ -30,7 +30,7 @@ def test_divergence_is_null_and_told(tmp_path):
 def failing(accident):
     """A worker that has an accident in step 1, if its arm is Mean()."""
 
-    class Failing(Worker):
+    class Failing(TrainRank):
         def __init__(self, rank, arm, *parts):
             super().__init__(rank, arm, *parts)
             self.doomed = arm == "Mean()"
@@ -52,10 +52,10 @@ def failing(accident):
     ],
     ids=["sleeps", "raises", "dies"],
 )
-def test_an_arm_that_fails_in_a_step_is_told_and_the_others_go_on(monkeypatch, accident, status, detail):
-    monkeypatch.setattr(seed, "Worker", failing(accident))
-    monkeypatch.setattr(seed, "PATIENCE", 0.5)
-    dense, failed = run_trial(Plan(task="digits", arms=("Mean()",), steps=4))["results"]
+def test_an_arm_that_fails_in_a_step_is_reported_and_the_others_go_on(monkeypatch, accident, status, detail):
+    monkeypatch.setattr(seed_training, "TrainRank", failing(accident))
+    monkeypatch.setattr(seed_training, "TIMEOUT", 0.5)
+    dense, failed = train_arms(TrainPlan(task="digits", arms=("Mean()",), steps=4))["results"]
     assert (dense["status"], dense["runs"][0]["steps"][-1]) == ("ok", 4)
     assert failed["status"] == status
     assert failed["detail"].startswith("seed 0, in step 1, rank ")
@@ -66,15 +66,15 @@ def test_nothing_is_left_to_do_when_dense_fails_too(monkeypatch, tmp_path):
     def refuse(rank, arm, *parts):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(seed, "Worker", refuse)
-    document = run_trial(Plan(task="digits", steps=100_000, seeds=3))
+    monkeypatch.setattr(seed_training, "TrainRank", refuse)
+    document = train_arms(TrainPlan(task="digits", steps=100_000, seeds=3))
     assert [result["status"] for result in document["results"]] == ["crashed"]
     write_json(tmp_path / "none.json", document)
     write_page([tmp_path / "none.json"], tmp_path / "none.html")
 
 
 def test_the_budget_ends_a_run_with_what_there_is():
-    document = run_trial(Plan(task="digits", steps=100_000, seeds=2, budget=2.0))
+    document = train_arms(TrainPlan(task="digits", steps=100_000, seeds=2, budget=2.0))
     dense = document["results"][0]
     assert (document["ended"], dense["status"]) == ("budget", "partial")
     assert dense["runs"][0]["steps"][-1] > 0
@@ -82,16 +82,16 @@ def test_the_budget_ends_a_run_with_what_there_is():
 
 
 def test_an_interrupted_run_writes_what_there_is(monkeypatch, tmp_path, capsys):
-    def interrupt(shown, place):
-        if place.step == 3:
+    def interrupt(lines, progress):
+        if progress.step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_view.Shown, "__call__", interrupt)
+    monkeypatch.setattr(train_view.ProgressLines, "__call__", interrupt)
     out = tmp_path / "out.json"
     assert main(("train", "--task", "digits", "--every", "2", "--json", str(out))) == 130
     document = json.loads(out.read_text())
     assert document["ended"] == "interrupted"
     assert document["results"][0]["runs"][0]["steps"] == [0, 2]
-    told = capsys.readouterr().out
-    assert "partial" in told
-    assert "Interrupted: this is what there was by then." in told
+    printed = capsys.readouterr().out
+    assert "partial" in printed
+    assert "Interrupted: the table shows what was measured until then." in printed

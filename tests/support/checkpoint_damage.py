@@ -49,21 +49,32 @@ class Damage:
         self.manifest.write_bytes(text(document))
 
     def in_header(self, change):
-        """Change one rank's header, and seal it."""
+        """Change one rank's header of safetensors, and seal it."""
         path = self.chance.choice(self.files)
         data = path.read_bytes()
-        length = int.from_bytes(data[8:16], "little")
-        document = json.loads(data[16 : 16 + length])
-        header = change(document)
-        header = header if isinstance(header, bytes) else json.dumps(document).encode()
-        header += b" " * (-(16 + len(header)) % 64)
-        path.write_bytes(data[:8] + len(header).to_bytes(8, "little") + header + data[16 + length :])
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        changed = change(header)
+        changed = changed if isinstance(changed, bytes) else json.dumps(header).encode()
+        changed += b" " * (-len(changed) % 8)
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
         self.sealed()
 
     def in_tensor(self, change):
-        def changed(document):
-            tensors = [value for _, value in document["entries"] if isinstance(value, dict) and value]
+        def changed(header):
+            tensors = [value for name, value in header.items() if name != "__metadata__"]
             change(self.chance.choice(tensors))
+
+        self.in_header(changed)
+
+    def in_document(self, change):
+        """Change our JSON in the metadata of one rank's file, and seal it."""
+
+        def changed(header):
+            document = json.loads(header["__metadata__"]["gradlane"])
+            written = change(document)
+            written = written if isinstance(written, str) else json.dumps(document)
+            header["__metadata__"]["gradlane"] = written
 
         self.in_header(changed)
 
@@ -153,14 +164,18 @@ def bad_shape(damage):
     damage.in_tensor(lambda tensor: tensor.update(shape=damage.chance.choice(shapes)))
 
 
-def other_place(damage):
-    places = [-64, 10**15, "0", None, 2**64, 64.0]
-    damage.in_tensor(lambda tensor: tensor.update(at=tensor["at"] + 64 if damage.chance.random() < 0.5
-                                                  else damage.chance.choice(places)))  # fmt: skip
+def other_offsets(damage):
+    def change(tensor):
+        start, end = tensor["data_offsets"]
+        choices = [[start + 8, end + 8], [start, end + 8], [end, start], [-8, end], [0, 10**15], [start]]
+        choices += [["0", end], None, [2**64, 2**64 + 8], [start + 0.5, end]]
+        tensor["data_offsets"] = damage.chance.choice(choices)
+
+    damage.in_tensor(change)
 
 
 def other_dtype(damage):
-    names = ["float64", "int32", "object", "bool", "", 3, "__class__"]
+    names = ["F64", "I32", "C64", "object", "BOOL", "", 3, "__class__"]
     damage.in_tensor(
         lambda tensor: tensor.update(dtype=damage.chance.choice([n for n in names if n != tensor["dtype"]]))
     )
@@ -170,79 +185,103 @@ def not_finite(damage):
     """A value in a memory of float32 becomes NaN or infinite."""
     path = damage.chance.choice(damage.files)
     data = bytearray(path.read_bytes())
-    length = int.from_bytes(data[8:16], "little")
-    document = json.loads(data[16 : 16 + length])
-    tensors = [
-        value for _, value in document["entries"] if isinstance(value, dict) and value["dtype"] == "float32"
-    ]
-    tensor = damage.chance.choice([tensor for tensor in tensors if 0 not in tensor["shape"]])
-    count = 1
-    for side in tensor["shape"]:
-        count *= side
-    at = 16 + length + tensor["at"] + 4 * damage.chance.randrange(count)
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    places = [
+        value["data_offsets"] for name, value in header.items()
+        if name != "__metadata__" and value["dtype"] == "F32" and 0 not in value["shape"]
+    ]  # fmt: skip
+    first, end = damage.chance.choice(places)
+    at = start + damage.chance.randrange(first, end, 4)
     value = damage.chance.choice([float("nan"), float("inf"), -float("inf")])
     data[at : at + 4] = torch.tensor([value]).numpy().tobytes()
     path.write_bytes(data)
     damage.sealed()
 
 
-def other_entry(damage):
+def other_name(damage):
+    """One tensor has another name, or is missing from the header while its bytes are there."""
+    names = ["/memory/no.such.parameter", "memory/cube", "", "/memory", "/", "/somewhere/else", "/a~2b"]
+
+    def change(header):
+        name = damage.chance.choice([name for name in header if name != "__metadata__"])
+        tensor = header.pop(name)
+        if damage.chance.random() < 0.8:
+            header[damage.chance.choice([*names, name + "/inside"])] = tensor
+
+    damage.in_header(change)
+
+
+def other_value(damage):
+    tensor = ["memory", "cube"]
     changes = [
-        lambda entries: entries.append(entries[0]),
-        lambda entries: entries.append([["memory", "no.such.parameter"], 3]),
-        lambda entries: entries.append([["somewhere", "else"], 3]),
-        lambda entries: entries.append([[*entries[0][0], "inside"], 3]),
-        lambda entries: entries.append([[], 3]),
-        lambda entries: entries.append([[3], 3]),
-        lambda entries: entries.append([["memory", "x"], None]),
-        lambda entries: entries.append([["memory", "x"], [1, 2]]),
-        lambda entries: entries.append(["memory", {"dtype": "float32"}]),
-        lambda entries: entries.append(5),
-        lambda entries: entries.__setitem__(0, [["memory", "other"], entries[0][1]]),
-        lambda entries: entries.__setitem__(0, [entries[0][0], "a string"]),
-        lambda entries: entries.pop(),
+        lambda values: values.extend([[["memory", "x"], 3], [["memory", "x"], 3]]),
+        lambda values: values.append([["memory", "no.such.parameter"], 3]),
+        lambda values: values.append([["somewhere", "else"], 3]),
+        lambda values: values.append([tensor, 3]),
+        lambda values: values.append([[*tensor, "inside"], 3]),
+        lambda values: values.append([[], 3]),
+        lambda values: values.append([[3], 3]),
+        lambda values: values.append([["memory", "x"], None]),
+        lambda values: values.append([["memory", "x"], [1, 2]]),
+        lambda values: values.append([["memory", "x"], {"dtype": "F32"}]),
+        lambda values: values.append([["memory", "x"], float("nan")]),
+        lambda values: values.append([["memory", "x"], 10**30]),
+        lambda values: values.append(["memory", {"dtype": "F32"}]),
+        lambda values: values.append(5),
     ]
-    damage.in_header(lambda document: damage.chance.choice(changes)(document["entries"]))
+    damage.in_document(lambda document: damage.chance.choice(changes)(document["values"]))
+
+
+def other_document(damage):
+    deep = '{"values": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    digits = '{"values": [[["a"], ' + "9" * 1_000_000 + "]]}"
+    constant = '{"values": [[["a"], NaN]]}'
+    documents = [deep, digits, constant, "[]", "3", "{}", "", '{"values": 3}', "null"]
+    damage.in_document(lambda document: damage.chance.choice(documents))
 
 
 def other_header(damage):
-    deep = b'{"entries": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    digits = b'{"entries": [[["a"], ' + b"9" * 1_000_000 + b"]]}"
-    constant = b'{"entries": [[["a"], NaN]]}'
-    headers = [deep, digits, constant, b"[]", b"3", b"{}", b"\xff\xfe", b'{"entries": 3}']
-    damage.in_header(lambda document: damage.chance.choice(headers))
+    deep = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    headers = [deep, b"[]", b"3", b"{}", b"\xff\xfe", b'{"__metadata__": 3}', b'{"__metadata__": {}}', b""]
+    damage.in_header(lambda header: damage.chance.choice(headers))
+
+
+def no_metadata(damage):
+    damage.in_header(lambda header: header.pop("__metadata__") and None)
 
 
 def other_head(damage):
     key, value = damage.chance.choice(
         [("rank", 5), ("world", 9), ("token", "0" * 16), ("format", 7), ("rank", "0"), ("format", None)]
     )
-    damage.in_header(lambda document: document.__setitem__(key, value))
+    damage.in_document(lambda document: document.__setitem__(key, value))
 
 
 def header_length(damage):
     path = damage.chance.choice(damage.files)
     data = bytearray(path.read_bytes())
-    length = damage.chance.choice([0, 1, 2**63, 10**15, len(data), len(data) - 15, 2**64 - 1])
-    data[8:16] = length.to_bytes(8, "little")
+    length = damage.chance.choice([0, 1, 2**63, 10**15, len(data), len(data) - 7, 2**64 - 1])
+    data[:8] = length.to_bytes(8, "little")
     path.write_bytes(data)
     damage.sealed()
 
 
 def sparse_file(damage):
-    """A file of 10^13 bytes that takes no place on the disk."""
-    place = damage.chance.randrange(len(damage.files))
-    os.truncate(damage.files[place], 10**13)
-    damage.document["files"][place]["size"] = 10**13
+    """A file of 10^13 bytes that takes no space on the disk."""
+    rank = damage.chance.randrange(len(damage.files))
+    os.truncate(damage.files[rank], 10**13)
+    damage.document["files"][rank]["size"] = 10**13
     damage.seal_manifest()
 
 
 def other_manifest(damage):
     document = damage.document
     changes = [
-        lambda: document.update(format=2),
+        lambda: document.update(format=1),
+        lambda: document.update(format=3),
         lambda: document.update(format=10**15),
-        lambda: document.update(format="1"),
+        lambda: document.update(format="2"),
         lambda: document.update(step=-1),
         lambda: document.update(step="12"),
         lambda: document.update(step=1e300),
@@ -283,9 +322,9 @@ def fewer_ranks(damage):
 
 MUTATIONS = (
     bit_flip, bit_flip, bit_flip, truncated, longer, random_bytes, zeros, missing, folder_instead, exchanged,
-    pickled, pickled, huge_shape, other_shape, bad_shape, other_place, other_dtype, not_finite, not_finite,
-    other_entry, other_header, other_head, header_length, sparse_file, other_manifest, other_manifest,
-    fewer_ranks,
+    pickled, pickled, huge_shape, other_shape, bad_shape, other_offsets, other_dtype, not_finite, not_finite,
+    other_name, other_value, other_document, other_header, no_metadata, other_head, header_length,
+    sparse_file, other_manifest, other_manifest, fewer_ranks,
 )  # fmt: skip
 
 

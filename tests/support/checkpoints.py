@@ -1,6 +1,7 @@
 """What tests of checkpoints share: runs that save, runs that go on, and the residual."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +13,7 @@ from gradlane.core.strategy import named_states
 from .catalogue import STRATEGIES
 from .training import build, data, flat
 
+OLD_CHECKPOINT = Path(__file__).parent / "checkpoint_of_format_1"  # written by gradlane before safetensors
 SMALL = 0.004  # bucket_cap_mb: several buckets
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

@@ -2,6 +2,6 @@
 
 import pytest
 
-from gradlane.bench.network import why_not
+from gradlane.bench.emulation import why_not
 
 needs_links = pytest.mark.skipif(why_not() is not None, reason=f"no emulated links here: {why_not()}")

@@ -25,7 +25,7 @@ def test_version():
     assert second == f"kernels: {kernels_in_use()}"
 
 
-def test_help_tells_the_verbs_without_torch():
+def test_help_lists_the_verbs_without_torch():
     code = "import sys; from gradlane.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "demo" in done.stdout
@@ -35,14 +35,14 @@ def test_help_tells_the_verbs_without_torch():
     ("arguments", "message"),
     [
         (("demo", "--steps", "0"), "steps=0 trains nothing; use 1 or more"),
-        (("demo", "--ranks", "1"), "ranks=1 has nobody to talk to; use 2 or more"),
+        (("demo", "--ranks", "1"), "ranks=1 has no peer to exchange gradients with; use 2 or more"),
         (("demo", "--arm", "Maen()"), "did you mean Mean?"),
         (("demo", "--steps", "many"), "invalid int value"),
         (("bench", "--link", "100mb"), "link '100mb' is not known; write a rate in kbit, mbit, gbit"),
         (("bench", "--ranks", "0"), "ranks=0 cannot be compared; use 2 to 64"),
         (("bench", "--model", "tests.support.workloads:raises"), "raised RuntimeError: no such data set"),
         (("bench", "--json", "missing/out.json"), "missing/out.json cannot be written: No such file"),
-        (("bench", "--plot", "bars.gif"), "use a name that ends in .svg or .png"),
+        (("bench", "--page", "missing/page.html"), "missing/page.html cannot be written: No such file"),
         (("trace", "missing.jsonl"), "No such file or directory: 'missing.jsonl'"),
         (("trace", "missing.jsonl", "--steps", "5:2"), "No such file"),
         (("demo", "--out", "no/such/folder/page.html"), "cannot be written"),
@@ -51,7 +51,7 @@ def test_help_tells_the_verbs_without_torch():
         (("train", "--arm", "torch.fp8"), "arm 'torch.fp8' is not known; torch's hooks are torch.allreduce"),
         (("train", "--link", "fast"), "link 'fast' is not known"),
         (("train", "--steps", "0"), "steps=0 trains nothing; use 1 or more"),
-        (("train", "--ranks", "1"), "ranks=1 has nobody to talk to; use 2 or more"),
+        (("train", "--ranks", "1"), "ranks=1 has no peer to exchange gradients with; use 2 or more"),
         (("train", "--ranks", "65"), "ranks=65 are too many for one machine; use 2 to 64"),
         (("train", "--seeds", "0"), "seeds=0 is outside of 1 to 30"),
         (("train", "--seeds", "31"), "seeds=31 is outside of 1 to 30"),
@@ -61,12 +61,12 @@ def test_help_tells_the_verbs_without_torch():
         (("train", "--batch", "0"), "batch=0 holds nothing; use 1 or more"),
         (
             ("train", "--width", "66"),
-            "width=66 is no width of the models here; use a multiple of 4 from 4 to 4096",
+            "width=66 is not a width of these models; use a multiple of 4 from 4 to 4096",
         ),
-        (("train", "--task", "digits", "--width", "0"), "width=0 is no width"),
-        (("train", "--every", "0"), "every=0 is no number of steps; use 1 or more"),
-        (("train", "--target", "inf"), "target=inf is no loss; use a finite number"),
-        (("train", "--budget", "0"), "budget=0 is no time to train"),
+        (("train", "--task", "digits", "--width", "0"), "width=0 is not a width"),
+        (("train", "--every", "0"), "every=0 is not a number of steps; use 1 or more"),
+        (("train", "--target", "inf"), "target=inf is not a loss; use a finite number"),
+        (("train", "--budget", "0"), "budget=0 is not a time to train"),
         (("train", "--json", "no/such/folder/out.json"), "cannot be written"),
         (("train", "--seeds", "some"), "invalid int value"),
         ((), "the following arguments are required"),

@@ -1,4 +1,4 @@
-"""What the doctor says of machines, networks, environments and DDP models that it is shown."""
+"""The doctor's checks of machines, networks, environments and DDP models."""
 
 import inspect
 
@@ -10,14 +10,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradlane as gl
 from gradlane import doctor
-from gradlane.doctor.environment import look_at_environment
+from gradlane.doctor.environment import check_environment
+from gradlane.doctor.estimates import STRATEGIES, estimates, parse_count
 from gradlane.doctor.finding import Finding
 from gradlane.doctor.interface import Binding, addresses, gloo_binding
 from gradlane.doctor.job import merged
-from gradlane.doctor.link import Measured
-from gradlane.doctor.machine import look_at_machine, threads_finding
-from gradlane.doctor.network import interface_finding
-from gradlane.doctor.price import STRATEGIES, estimates, parse_count
+from gradlane.doctor.machine import check_machine, threads_finding
+from gradlane.doctor.measure_link import MeasuredLink
+from gradlane.doctor.reachability import check_reachability, interface_finding
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_threads_are_compared_with_cores_and_ranks(ranks, threads, cores, level,
 
 def test_kernels_that_are_switched_off_cost(monkeypatch):
     monkeypatch.setenv("GRADLANE_KERNELS", "torch")
-    found = {finding.topic: finding for finding in look_at_machine(1, {})}["kernels"]
+    found = {finding.topic: finding for finding in check_machine(1, {})}["kernels"]
     assert found.level == "costs"
     assert "unset GRADLANE_KERNELS" in found.advice
     monkeypatch.setenv("GRADLANE_KERNELS", "sse9")
-    found = {finding.topic: finding for finding in look_at_machine(1, {})}["kernels"]
+    found = {finding.topic: finding for finding in check_machine(1, {})}["kernels"]
     assert (found.level, found.advice) == ("broken", "unset GRADLANE_KERNELS")
 
 
@@ -55,7 +55,7 @@ REAL = Binding("10.1.2.3", "eth0", "the host name box resolves to it")
 @pytest.mark.parametrize(
     ("binding", "hosts", "level", "advice"),
     [
-        (LOOP, 1, "note", "on several: GLOO_SOCKET_IFNAME=eth0 (or ib0)"),
+        (LOOP, 1, "note", "on several set GLOO_SOCKET_IFNAME=eth0 (or ib0)"),
         (LOOP, 2, "broken", "set GLOO_SOCKET_IFNAME=eth0 (or ib0) on every host"),
         (REAL, 2, "fine", ""),
         (Binding("", "eth9", "GLOO_SOCKET_IFNAME=eth9", "eth9"), 1, "broken", "or unset it"),
@@ -81,6 +81,13 @@ def test_the_interface_follows_the_variable_then_the_host_name(monkeypatch):
     assert "localhost resolves to it" in gloo_binding({}).how
 
 
+def test_without_psutil_the_doctor_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("gradlane.doctor.interface.psutil", None)
+    _, missing = check_reachability({}, 1)
+    assert (missing.level, missing.advice) == ("note", "pip install 'gradlane[cli]'")
+    assert "psutil is not installed" in missing.what
+
+
 @pytest.mark.parametrize(
     ("environ", "nccl", "cuda", "levels"),
     [
@@ -92,13 +99,13 @@ def test_the_interface_follows_the_variable_then_the_host_name(monkeypatch):
     ],
 )
 def test_the_environment(environ, nccl, cuda, levels):
-    assert [found.level for found in look_at_environment(environ, nccl=nccl, cuda_build=cuda)] == levels
+    assert [found.level for found in check_environment(environ, nccl=nccl, cuda_build=cuda)] == levels
 
 
 def sockets(threads=None, each=None, **more):
-    given = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": each, **more}
-    environ = {name: str(value) for name, value in given.items() if value is not None}
-    return [(found.what, found.advice) for found in look_at_environment(environ, nccl=True, cuda_build=True)]
+    variables = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": each, **more}
+    environ = {name: str(value) for name, value in variables.items() if value is not None}
+    return [(found.what, found.advice) for found in check_environment(environ, nccl=True, cuda_build=True)]
 
 
 def test_sockets_of_nccl_are_advised_once_and_held_to_its_limits():
@@ -139,7 +146,7 @@ def test_each_setting_of_ddp_that_costs_is_named_and_no_other():
     lean = {"gradient_as_bucket_view": True, buffers: False, "bucket_cap_mb": 1}
 
     def topics(**options):
-        found = doctor.look_at(DistributedDataParallel(model(), **{**lean, **options}))
+        found = doctor.check_ddp(DistributedDataParallel(model(), **{**lean, **options}))
         return [(finding.topic, finding.level) for finding in found]
 
     assert topics() == [("DDP", "fine")]
@@ -150,15 +157,15 @@ def test_each_setting_of_ddp_that_costs_is_named_and_no_other():
     assert topics(**{buffers: True}) == [("buffers", "costs")]
     assert topics(bucket_cap_mb=0.01) == [("buckets", "costs")]
     assert topics(bucket_cap_mb=25) == [("buckets", "note")]
-    default = doctor.look_at(DistributedDataParallel(model()))
+    default = doctor.check_ddp(DistributedDataParallel(model()))
     assert [finding.topic for finding in default] == ["gradients", "buckets", "buffers"]
     assert all(finding.advice for finding in default)
     with pytest.raises(gl.WrongType, match="got Sequential; wrap it first"):
-        doctor.look_at(model())
+        doctor.check_ddp(model())
 
 
 def test_estimates_are_bytes_over_rate_and_work():
-    link = Measured(2, 0.001, 1e6, 1000, dict.fromkeys(STRATEGIES, 1e-9))
+    link = MeasuredLink(2, 0.001, 1e6, 1000, dict.fromkeys(STRATEGIES, 1e-9))
     rows = {row.strategy: row for row in estimates(3 * 2**20 + 5, link)}
     plain = rows["Mean()"]
     assert plain.wire_bytes == 4 * (3 * 2**20 + 5)
@@ -181,11 +188,11 @@ def test_counts_that_are_none_are_refused(text):
         parse_count(text)
 
 
-def test_what_ranks_see_is_told_once_with_those_who_see_it():
+def test_what_ranks_find_is_reported_once_with_those_who_find_it():
     same, odd = Finding("torch", "fine", "2.13"), Finding("torch", "broken", "2.5", "newer")
     last = Finding("threads", "note", "few")
-    told = merged([[same, last], [odd, last], [same, last]], ["a", "b", "a"])
-    assert [(finding.what, finding.who) for finding in told] == [
+    found = merged([[same, last], [odd, last], [same, last]], ["a", "b", "a"])
+    assert [(finding.what, finding.who) for finding in found] == [
         ("2.13", "ranks 0, 2 (a)"),
         ("2.5", "rank 1 (b)"),
         ("few", ""),

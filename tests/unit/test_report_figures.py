@@ -1,9 +1,9 @@
 """What the page of ``gradlane report`` is made of: numbers, axes, letters, means."""
 
-from gradlane.report.arms import assign
-from gradlane.report.axis import linear, spent
+from gradlane.report.arm_styles import assign
+from gradlane.report.axis import linear, spending
 from gradlane.report.documents import Point
-from gradlane.report.figures import byte_size, duration, plain, seconds_column, setting, signed
+from gradlane.report.number_format import byte_size, duration, plain, seconds_column, setting, signed
 from gradlane.report.train_section import mean_curve
 
 
@@ -24,8 +24,8 @@ def test_axes():
     assert [text for _, text in linear([0.0, 0.331], "s", from_zero=True).ticks()] == [
         *("0", "100\u00a0ms", "200\u00a0ms", "300\u00a0ms")
     ]
-    assert not spent([1e6, 5e5], [1e5], "B").logarithmic
-    wide = spent([1e8, 1e6, 0.0], [1e5], "B")
+    assert not spending([1e6, 5e5], [1e5], "B").logarithmic
+    wide = spending([1e8, 1e6, 0.0], [1e5], "B")
     assert [text for _, text in wide.ticks()] == ["100\u00a0kB", "1\u00a0MB", "10\u00a0MB", "100\u00a0MB"]
     assert (wide.at(1e5), wide.at(1e8)) == (0, 1)
     assert linear([3.0]).at(3.0) < 1  # one value is no length of axis

@@ -52,9 +52,9 @@ def page(tmp_path, capsys):
             path.write_text(json.dumps(document), encoding="utf-8")
         out = tmp_path / "page.html"
         code = main(["report", *map(str, paths), "--out", str(out)])
-        told = capsys.readouterr()
-        assert code == 0, told.err
-        assert told.out == f"wrote {out}\n"
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        assert printed.out == f"wrote {out}\n"
         return Page(out.read_text(encoding="utf-8"))
 
     return make
@@ -157,21 +157,24 @@ def test_bench_at_the_edges(page):
     assert_clean(made)
     assert "x, 1 rank" in made.text
     assert "x, 4 ranks" in made.text
-    assert "interrupted: what was not done" in made.text
+    assert "interrupted: later steps are missing" in made.text
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "is [1], not an object"),
-        ({"kind": "profile", "format": 1}, "has kind 'profile', not 'bench' or 'train'"),
+        ("[1]", "Expected `object`, got `array`"),
+        ({"kind": "profile", "format": 1}, "Invalid enum value 'profile' - at `$.kind`"),
         ({"kind": "bench", "format": 2}, "has format 2, gradlane"),
-        ({"kind": "bench"}, "format is missing or null, not a whole number"),
+        ({"kind": "bench"}, "missing required field `format`"),
         ({"kind": "train", "format": 1, "results": []}, "holds no results; run `gradlane train`"),
-        ({"kind": "bench", "format": 1, "results": {}}, "results is {}, not a list"),
-        ({"kind": "bench", "format": 1, "results": [7]}, "results[0] is 7, not an object"),
-        ({"kind": "bench", "format": 1, "results": [{"link": "x", "ranks": 2}]}, "arm is missing or null"),
+        ({"kind": "bench", "format": 1, "results": {}}, "Expected `array`, got `object` - at `$.results`"),
+        ({"kind": "bench", "format": 1, "results": [7]}, "Expected `object`, got `int` - at `$.results[0]`"),
+        (
+            {"kind": "bench", "format": 1, "results": [{"link": "x", "ranks": 2}]},
+            "missing required field `arm` - at `$.results[0]`",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(content, message, tmp_path, capsys):
@@ -179,27 +182,40 @@ def test_a_file_that_cannot_be_read_is_named(content, message, tmp_path, capsys)
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     out = tmp_path / "page.html"
     assert main(["report", str(path), "--out", str(out)]) == 2
-    told = capsys.readouterr().err
-    assert str(path) in told
-    assert message in told
+    printed = capsys.readouterr().err
+    assert str(path) in printed
+    assert message in printed
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"median_s": "fast"}, "median_s is 'fast', not a number or null"),
-        ({"cpu_s": True}, "cpu_s is True"),
-        ({"timeline": [{"rank": 0, "step": None}]}, "timeline[0]: step is missing or null"),
+        ({"median_s": "fast"}, "Expected `float | null`, got `str` - at `$.results[2].median_s`"),
+        ({"cpu_s": True}, "Expected `float | null`, got `bool` - at `$.results[2].cpu_s`"),
+        (
+            {"timeline": [{"rank": 0, "step": None}]},
+            "Expected `int`, got `null` - at `$.results[2].timeline[0].step`",
+        ),
     ],
 )
-def test_a_wrong_figure_is_named_with_its_place(change, message, tmp_path, capsys):
+def test_a_wrong_figure_is_named_with_its_path(change, message, tmp_path, capsys):
     document = samples.bench_document()
     document["results"][2] |= change
     path = tmp_path / "input.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
-    assert f"results[2]: {message}" in capsys.readouterr().err
+    assert f"{path}: {message}" in capsys.readouterr().err
+
+
+def test_a_run_whose_columns_have_other_lengths_is_named(tmp_path, capsys):
+    document = samples.train_document()
+    document["results"][1]["runs"][2]["loss"].pop()
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
+    assert "16 steps, 15 loss, 16 bytes, 16 seconds" in (found := capsys.readouterr().err)
+    assert "at `$.results[1].runs[2]`" in found
 
 
 def test_places_that_cannot_be_written(tmp_path, capsys):

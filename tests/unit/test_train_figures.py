@@ -5,22 +5,30 @@ import math
 
 import pytest
 
-from gradlane.bench.crew import ArmFailed
-from gradlane.train.figures import T_975, default_target, figures, final_step, paired_gap, result, way_to
-from gradlane.train.runs import Run
-from gradlane.train.worker import Trained, share_of_rate
+from gradlane.bench.arm_processes import ArmFailed
+from gradlane.train.loss_figures import (
+    T_975,
+    cost_to,
+    default_target,
+    figures,
+    final_step,
+    paired_gap,
+    result,
+)
+from gradlane.train.seed_run import SeedRun
+from gradlane.train.train_rank import Trained, share_of_rate
 
 
 def run_of(losses, seed=0, every=10, whole=True):
     """A run that sends 100 bytes and takes half a second a step, evaluated at every tenth."""
-    run = Run(seed)
+    run = SeedRun(seed)
     for at, loss in enumerate(losses):
         if at:
             for step in range((at - 1) * every, at * every):
-                run.trained(step, [trained(step), trained(step, late=0.25)])
-        run.evaluated(at * every, loss)
+                run.add_step(step, [trained(step), trained(step, late=0.25)])
+        run.add_evaluation(at * every, loss)
     if whole:
-        run.complete()
+        run.mark_complete()
     return run
 
 
@@ -64,15 +72,15 @@ def test_the_quantiles_are_those_of_students_distribution():
 
 def test_the_way_to_a_target_is_a_line_between_two_evaluations():
     run = run_of([8.0, 4.0, 2.0])
-    steps, sent, seconds = way_to(run, 3.5)
+    steps, sent, seconds = cost_to(run, 3.5)
     assert (steps, sent, seconds) == pytest.approx((12.5, 1250, 6.25))
-    assert way_to(run, 4.0) == pytest.approx((10, 1000, 5))
-    assert way_to(run, 9.0) == (0, 0, 0)
-    assert way_to(run, 1.0) is None
+    assert cost_to(run, 4.0) == pytest.approx((10, 1000, 5))
+    assert cost_to(run, 9.0) == (0, 0, 0)
+    assert cost_to(run, 1.0) is None
 
 
 def test_a_gap_in_the_losses_is_not_bridged():
-    assert way_to(run_of([8.0, math.nan, 2.0]), 3.0).steps == 20
+    assert cost_to(run_of([8.0, math.nan, 2.0]), 3.0).steps == 20
 
 
 def test_the_way_is_missing_if_one_seed_never_gets_there():
@@ -86,9 +94,9 @@ def test_dense_reaches_the_default_target_shortly_before_its_end():
     dense = [run_of([8.0, 3.0, 2.0])]
     target = default_target(dense, 20)
     assert target == pytest.approx(2.0 + 0.02 * 6)
-    assert 18 < way_to(dense[0], target).steps < 20
+    assert 18 < cost_to(dense[0], target).steps < 20
     apart = seeds_of(2.0, 3.0)
-    assert all(way_to(run, default_target(apart, 10)) for run in apart)
+    assert all(cost_to(run, default_target(apart, 10)) for run in apart)
     assert default_target([run_of([2.0, 3.0])], 10) is None  # it did not learn
     assert default_target([run_of([2.0, math.inf])], 10) is None
 
@@ -98,7 +106,7 @@ def test_a_loss_that_is_no_number_is_null_and_told(loss):
     runs = {"ddp": seeds_of(3.0, 3.1), "Wild()": [run_of([8.0, loss]), run_of([8.0, 3.0], seed=1)]}
     entry = result("Wild()", runs, 2, final_step(runs), target=3.5)
     assert entry["status"] == "diverged"
-    assert entry["detail"] == "seed 0, the held-out loss is no finite number after 10 steps"
+    assert entry["detail"] == "seed 0, the held-out loss is not finite after 10 steps"
     assert entry["runs"][0]["loss"] == [8.0, None]
     assert (entry["final_loss"], entry["gap"], entry["gap_interval"]) == (None, None, None)
     assert entry["bytes_per_step"] == 100  # it is still shown
@@ -106,13 +114,13 @@ def test_a_loss_that_is_no_number_is_null_and_told(loss):
 
 
 def test_divergence_is_told_by_the_first_step_that_shows_it():
-    run = Run(0)
-    run.evaluated(0, 8.0)
-    run.trained(0, [trained(0), trained(0, loss=math.nan)])
-    run.trained(1, [trained(1, loss=math.nan), trained(1)])
-    run.evaluated(2, math.nan)
-    run.complete()
-    assert (run.status, run.detail) == ("diverged", "the training loss is no finite number in step 0")
+    run = SeedRun(0)
+    run.add_evaluation(0, 8.0)
+    run.add_step(0, [trained(0), trained(0, loss=math.nan)])
+    run.add_step(1, [trained(1, loss=math.nan), trained(1)])
+    run.add_evaluation(2, math.nan)
+    run.mark_complete()
+    assert (run.status, run.detail) == ("diverged", "the training loss is not finite in step 0")
 
 
 def test_a_run_that_was_cut_short_is_not_averaged_with_whole_ones():
@@ -134,7 +142,7 @@ def test_arms_are_compared_where_all_of_them_were_evaluated():
 
 def test_a_failed_arm_has_no_figures_and_holds_up_nobody():
     failed = run_of([8.0], whole=False)
-    failed.failed(ArmFailed("crashed", "in step 3, rank 1: ValueError: no"))
+    failed.mark_failed(ArmFailed("crashed", "in step 3, rank 1: ValueError: no"))
     runs = {"ddp": [run_of([8.0, 4.0])], "Bad()": [failed]}
     assert final_step(runs) == 10
     entry = result("Bad()", runs, 1, 10, 5.0)
@@ -143,7 +151,7 @@ def test_a_failed_arm_has_no_figures_and_holds_up_nobody():
 
 
 def test_without_any_evaluation_there_is_still_an_entry():
-    runs = {"ddp": [Run(0)]}
+    runs = {"ddp": [SeedRun(0)]}
     assert final_step(runs) is None
     entry = result("ddp", runs, 1, None, None)
     assert (entry["status"], entry["runs"], entry["final_loss"]) == ("not run", [], None)

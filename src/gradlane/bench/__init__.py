@@ -1,1 +1,1 @@
-"""Measuring on this machine: emulated links, arms that take turns, figures."""
+"""Measures on this machine: emulated links, arms that step in rounds, figures."""

@@ -1,4 +1,4 @@
-"""What carries the gradients in an arm: DDP alone, one of torch's hooks, or a strategy."""
+"""An arm of a comparison: DDP alone, one of torch's hooks, or a strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TORCH = re.compile(r"torch\.(\w+)(?:\((\d+)\))?")
 
 
 class Arm:
-    """An arm at work on a model: what it has sent so far, and its requests if it tells them."""
+    """An arm attached to a model. It counts the bytes sent, and keeps the events of a strategy."""
 
     def __init__(self, ddp: DistributedDataParallel, name: str) -> None:
         self.events: list[Event] = []
@@ -44,7 +44,7 @@ class Arm:
             self._count_torch()
             _register(ddp, match[1], int(match[2] or 1))
         else:
-            self.attachment = attach(ddp, name, observer=self._heard)
+            self.attachment = attach(ddp, name, observer=self._on_event)
 
     def step_done(self) -> None:
         self.sent_bytes += self._each_step
@@ -53,12 +53,12 @@ class Arm:
         events, self.events = self.events, []
         return events
 
-    def _heard(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         self.events.append(event)
         self.sent_bytes += event.wire_bytes
 
     def _count_torch(self) -> None:
-        """torch's hooks keep no ledger: count what they hand to ``torch.distributed`` in this process."""
+        """torch's hooks do not count: wrap the collectives of ``torch.distributed`` in this process."""
         for kind in ("all_reduce", "all_gather"):
             setattr(dist, kind, self._counted(getattr(dist, kind), kind))
 
@@ -73,7 +73,7 @@ class Arm:
 
 
 def check_arm(name: str) -> None:
-    """Refuse a name that cannot be run, before anything starts."""
+    """Refuse the name of an arm that cannot be run."""
     if name == DDP:
         return
     if match := _TORCH.fullmatch(name):
@@ -87,9 +87,10 @@ def check_arm(name: str) -> None:
         raise InvalidValue(f"arm {name!r}: {error}; or use ddp, torch.fp16, ...") from None
 
 
-def whole_text(name: str) -> str | None:
-    """For records: an arm's strategy with all its options, whatever their defaults will be later; None where
-    there is none: DDP alone, torch's hooks, a name that could not be run."""
+def described(name: str) -> str | None:
+    """An arm's strategy with all options written out, for records: defaults may change.
+
+    None for DDP alone, for torch's hooks, and for a name that cannot be parsed."""
     try:
         return describe(parse(name))
     except InvalidValue:

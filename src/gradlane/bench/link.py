@@ -15,30 +15,30 @@ HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with its time stamps: what each fr
 
 @dataclass(frozen=True)
 class Link:
-    """Full duplex: every host sends and receives at ``rate_bits`` per second; None is unshaped."""
+    """A full-duplex link: a host sends and receives at ``rate_bits`` per second each. None: unshaped."""
 
     name: str
     rate_bits: float | None
 
     @property
     def burst_bytes(self) -> int:
-        """What the token bucket lets through at once: 64 KiB at 100 Mbit/s, 256 KiB at 1 Gbit/s.
+        """Size of the token bucket: 64 KiB at 100 Mbit/s, 256 KiB at 1 Gbit/s.
 
-        More flatters small messages; less, at a high rate, makes the shaper itself the bottleneck.
+        A larger one flatters small messages. A smaller one limits the rate of a fast link.
         """
         assert self.rate_bits is not None
         share = self.rate_bits / 100e6
         return max(8192, round(65536 * (share if share < 1 else share**0.602)))
 
     def seconds(self, sent_bytes: float) -> float:
-        """The least time in which a host can send this much, headers and all."""
+        """The least time in which a host can send this many bytes, with their headers."""
         if self.rate_bits is None:
             return 0.0
         return framed_bytes(sent_bytes) * 8 / self.rate_bits
 
 
 def framed_bytes(sent_bytes: float) -> float:
-    """With the headers of full frames: 1514 bytes on the link carry 1448 of ours."""
+    """``sent_bytes`` with the headers of full frames: 1514 bytes on the link carry 1448 of payload."""
     return sent_bytes * (MTU + 14) / (MTU + 14 - HEADERS)
 
 

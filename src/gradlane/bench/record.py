@@ -1,4 +1,4 @@
-"""The JSON that bench and train write: what was run where, and a file that can be written."""
+"""The JSON files of bench and train: where the run was made, and how a file is written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..errors import InvalidValue
 FORMAT = 1
 
 
-def made(command: Sequence[str]) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a run."""
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """What a reader needs to judge or repeat a run: time, command, versions, machine."""
     import torch
 
     return {
@@ -38,13 +38,13 @@ def command_line() -> list[str]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a file that cannot be written before an hour was spent on what goes into it."""
+    """Refuse a file that cannot be written, before the run that fills it."""
     if path is None:
         return
     existed = path.exists()
     try:
         with open(path, "a", encoding="utf-8") as file:
-            if not existed:  # a full disk takes an empty file
+            if not existed:  # a full disk accepts an empty file
                 file.write(" " * 4096)
                 file.flush()
                 os.fsync(file.fileno())
@@ -56,7 +56,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """All of it or nothing: an earlier file stays until the new one is whole."""
+    """Write all or nothing: an earlier file stays until the new one is complete."""
     unfinished = path.with_name(path.name + ".part")
     try:
         unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

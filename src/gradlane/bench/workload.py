@@ -1,4 +1,4 @@
-"""What an arm computes in a step: a model and one batch."""
+"""The model and the batch of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Workload:
-    """``model(*batch)`` is the loss, or an output whose mean square is."""
+    """``model(*batch)`` returns the loss, or an output whose mean square is the loss."""
 
     name: str
     model: nn.Module
@@ -41,9 +41,9 @@ def loss_of(output: object) -> Tensor:
 
 
 class Shaped(nn.Module):
-    """Parameters of given names and shapes; every matrix is multiplied once, so that it has a gradient.
+    """Parameters with the names and shapes of a real network; each matrix is multiplied once.
 
-    It stands for the traffic of a network, bucket by bucket, at a small part of its compute.
+    Its gradients cause the traffic of that network, bucket by bucket, at a small part of the compute.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -51,12 +51,12 @@ class Shaped(nn.Module):
         self.widest = max(_columns(shape) for shape in shapes.values())
         for name, shape in shapes.items():
             *path, last = name.split(".")
-            place: nn.Module = self
+            parent: nn.Module = self
             for part in path:
-                if part not in dict(place.named_children()):
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
-            place.register_parameter(last, nn.Parameter(0.02 * torch.randn(shape)))
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.register_parameter(last, nn.Parameter(0.02 * torch.randn(shape)))
 
     def forward(self, inputs: Tensor) -> Tensor:
         loss = torch.zeros(())
@@ -98,17 +98,17 @@ def workload(name: str) -> Workload:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InvalidValue(f"{name}() returned a {type(made).__name__}; return (model, batch)")
     model, batch = made
-    given = batch if isinstance(batch, tuple) else (batch,)
-    found = Workload(name, model, given)
+    inputs = batch if isinstance(batch, tuple) else (batch,)
+    found = Workload(name, model, inputs)
     if not found.parameters:
         raise InvalidValue(f"the model of {name} has no parameter that needs a gradient")
     try:
         with torch.no_grad():
-            loss_of(model(*given))
+            loss_of(model(*inputs))
     except GradlaneError:
         raise
     except Exception as error:
-        raise InvalidValue(f"the model of {name} fails on its batch: {_told(error)}") from error
+        raise InvalidValue(f"the model of {name} fails on its batch: {_text_of(error)}") from error
     return found
 
 
@@ -119,17 +119,17 @@ def _called(name: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InvalidValue(f"model {name!r}: {module_name} cannot be imported: {_told(error)}") from error
+        raise InvalidValue(f"model {name!r}: {module_name} cannot be imported: {_text_of(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InvalidValue(f"model {name!r}: {module_name} has no function {function_name!r}")
     try:
         return function()
     except Exception as error:
-        raise InvalidValue(f"model {name!r}: {function_name}() raised {_told(error)}") from error
+        raise InvalidValue(f"model {name!r}: {function_name}() raised {_text_of(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

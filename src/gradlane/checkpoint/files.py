@@ -1,4 +1,4 @@
-"""The states of the ranks that saved, read when they are asked for."""
+"""The states of the ranks that saved, read on access."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ State = Mapping[str, Any]
 
 
 class Files(Sequence[State]):
-    """Not all of them are needed: a rank that goes on reads its own alone.
+    """The saved state of each rank. A file is read when its rank is accessed: most ranks read only their own.
 
-    ``into`` are the states of a strategy that may be another than the one that saved: each takes its own.
+    ``into``: the state objects of a strategy that may differ from the one that saved; see ``rearranged``.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, into: Sequence[Leaf] | None = None) -> None:
@@ -32,7 +32,7 @@ class Files(Sequence[State]):
     def __getitem__(self, rank: slice) -> list[State]: ...
     def __getitem__(self, rank: int | slice) -> State | list[State]:
         if isinstance(rank, slice):
-            return [self[place] for place in range(*rank.indices(len(self)))]
+            return [self[index] for index in range(*rank.indices(len(self)))]
         if rank >= len(self):
             raise IndexError(rank)
         if rank not in self._read:
@@ -45,8 +45,8 @@ class Files(Sequence[State]):
     def _state_of(self, rank: int) -> State:
         manifest = self._manifest
         head, state = read(self._folder / manifest.file(rank), manifest.files[rank])
-        wanted = {"format": FORMAT, "token": manifest.token, "rank": rank, "world": manifest.world}
-        for key, value in wanted.items():
+        expected = {"format": FORMAT, "token": manifest.token, "rank": rank, "world": manifest.world}
+        for key, value in expected.items():
             if head.get(key) != value:
                 raise InvalidValue(
                     f"{manifest.file(rank)} has {key} {head.get(key)!r}, the manifest says {value!r}"
@@ -65,14 +65,14 @@ def _parts(head: Mapping[str, Any]) -> Parts:
     try:
         return {tuple(map(str, path)): str(owner) for path, owner in head["parts"]}
     except (KeyError, TypeError, ValueError):
-        raise InvalidValue("the file does not say whose state it holds; it is damaged") from None
+        raise InvalidValue("the file does not name the owners of its states; it is damaged") from None
 
 
 def rearranged(state: State, parts: Parts, leaves: Sequence[Leaf]) -> tuple[dict[str, Any], list[str]]:
-    """The state as another strategy has it, and what has no place there.
+    """The state in the arrangement of another strategy, and the owners of the parts that do not fit there.
 
-    A part goes where the same field of the same class is in the same place; else where there is just one such
-    field on both sides.
+    A part goes to the same path if the same field of the same class is there; else to the only such field, if
+    there is exactly one on both sides.
     """
     source = {leaf.path: leaf.path for leaf in leaves if parts.get(leaf.path) == leaf.owner}
     for leaf in leaves:
@@ -83,5 +83,5 @@ def rearranged(state: State, parts: Parts, leaves: Sequence[Leaf]) -> tuple[dict
     arranged: dict[str, Any] = {}
     for path, old in source.items():
         with_part(arranged, path, part_at(state, old))
-    left = [owner for path, owner in parts.items() if path not in source.values() and part_at(state, path)]
-    return arranged, left
+    unused = [owner for path, owner in parts.items() if path not in source.values() and part_at(state, path)]
+    return arranged, unused

@@ -19,25 +19,25 @@ PREVIOUS = "manifest.previous.json"
 UNFINISHED = ".unfinished"
 
 
-def write_whole(folder: Path, name: str, write: Callable[[BinaryIO], T]) -> T:
-    """Under another name first, on the disk, and only then under its own: never half a file."""
-    passing = folder / (name + UNFINISHED)
+def write_atomically(folder: Path, name: str, write: Callable[[BinaryIO], T]) -> T:
+    """Write to a file of another name, flush it to the disk, then rename it: never half a file."""
+    unfinished = folder / (name + UNFINISHED)
     try:
-        with passing.open("wb") as file:
-            done = write(file)
+        with unfinished.open("wb") as file:
+            result = write(file)
             file.flush()
             os.fsync(file.fileno())
-        passing.replace(folder / name)
+        unfinished.replace(folder / name)
     except BaseException:
         with contextlib.suppress(OSError):
-            passing.unlink()
+            unfinished.unlink()
         raise
     _sync(folder)
-    return done
+    return result
 
 
 def checkpoints_in(folder: Path) -> list[Manifest]:
-    """The one in force, and behind it the one before while a save is under way or was broken off."""
+    """The current checkpoint; then the previous one, if a save is running or was interrupted."""
     try:
         found = [_manifest(folder / MANIFEST)]
     except FileNotFoundError:
@@ -50,18 +50,18 @@ def checkpoints_in(folder: Path) -> list[Manifest]:
 
 
 def commit(folder: Path, manifest: Manifest, keep: str | None) -> bool:
-    """The moment in which the new checkpoint takes the place of the old one; False if it is here already.
+    """Replace the current checkpoint by the new one, in one moment; False if the new one is here already.
 
-    ``keep`` is the token of a checkpoint that stays to fall back on, if it is here: where ranks have a disk
-    each they commit one after the other.
+    ``keep`` is the token of a checkpoint to keep as the previous one, if it is here: ranks with a disk each
+    commit one after the other, and may be interrupted between.
     """
     if _has(folder, manifest):
         return False
     with contextlib.suppress(FileNotFoundError, InvalidValue):
         old = _manifest(folder / MANIFEST)
         if old.token == keep:
-            write_whole(folder, PREVIOUS, lambda file: file.write(old.render()))
-    write_whole(folder, MANIFEST, lambda file: file.write(manifest.render()))
+            write_atomically(folder, PREVIOUS, lambda file: file.write(old.render()))
+    write_atomically(folder, MANIFEST, lambda file: file.write(manifest.render()))
     return True
 
 
@@ -73,16 +73,16 @@ def _has(folder: Path, manifest: Manifest) -> bool:
 
 
 def clean(folder: Path, manifest: Manifest) -> None:
-    """Remove what belongs to no checkpoint any more, and nothing that ``save`` has not written. What
-    cannot be removed is in nobody's way."""
-    mine = {manifest.file(rank) for rank in range(manifest.world)}
-    there = {path: path.name.removesuffix(UNFINISHED) for path in folder.glob("rank-*-of-*")}
-    stale = [path for path, name in there.items() if FILE_NAME.fullmatch(name) and path.name not in mine]
+    """Remove files of ``save`` that belong to no checkpoint any more, and no others. A file that cannot be
+    removed does no harm."""
+    current = {manifest.file(rank) for rank in range(manifest.world)}
+    names = {path: path.name.removesuffix(UNFINISHED) for path in folder.glob("rank-*-of-*")}
+    stale = [path for path, name in names.items() if FILE_NAME.fullmatch(name) and path.name not in current]
     try:
         for path in (folder / PREVIOUS, *folder.glob(f"{MANIFEST}{UNFINISHED}"), *stale):
             path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("old files of the checkpoint stay: %s", error)
+        log.warning("old files of the checkpoint could not be removed: %s", error)
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
@@ -109,7 +109,7 @@ def _read_limited(path: Path) -> bytes:
 
 
 def _sync(folder: Path) -> None:
-    """So that the new name is on the disk as well; not every system opens a folder."""
+    """Flush the new name to the disk as well. Some systems cannot open a folder."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

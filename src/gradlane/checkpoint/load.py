@@ -1,4 +1,4 @@
-"""``Attachment.load``: all ranks read and check first; if one refuses, all do, and nothing has changed."""
+"""``Attachment.load``: all ranks read and check first. If one refuses, all do, and nothing changes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def load(board: Board, path: Path, subject: Subject, strict: bool) -> Loaded:
     finally:
         if not done:
             subject.strategy.load_state_dict(before)
-    for left in left_out:
-        log.warning("load: left out %s", left)
+    for part in left_out:
+        log.warning("load: left out %s", part)
     return Loaded(manifest.step, manifest.layout)
 
 
@@ -52,11 +52,11 @@ def _chosen(board: Board, path: Path, strict: bool) -> Manifest:
     """The newest checkpoint that all ranks see."""
     found: list[Manifest] = []
 
-    def look() -> Document:
+    def find() -> Document:
         found.extend(checkpoints_in(path))
         return {"tokens": [manifest.token for manifest in found], "steps": [m.step for m in found]}
 
-    mine, error = attempted(look)
+    mine, error = attempted(find)
     _, notes = board.agree("load/found", {**mine, "strict": strict}, doing="load")
     try:
         refuse_differences(notes, ("strict",), "load")
@@ -86,10 +86,10 @@ def _refuse_all_if_one(notes: Sequence[Document], path: Path, error: BaseExcepti
 
 
 def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict: bool) -> list[str]:
-    """Load this rank's state; what was left out, in words."""
+    """Load the state of this rank; returns what was left out, in words."""
     strategy, same_world = subject.strategy, manifest.world == board.world
     if strict:
-        _must_be_the_same(manifest, subject)
+        _refuse_other_run(manifest, subject)
     leaves = list(named_states(strategy))
     files = Files(
         path,
@@ -103,18 +103,18 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
             raise InvalidValue(f"{in_short(wrong)}; strict=False leaves out what does not fit")
         strategy.load_state_dict(state)
         return []
-    return files.left_out + wrong + _load_what_can_be(leaves, fitting)
+    return files.left_out + wrong + _load_fitting(leaves, fitting)
 
 
-def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
+def _refuse_other_run(manifest: Manifest, subject: Subject) -> None:
     if not saved_by(subject.strategy, manifest.strategy):
         raise InvalidValue(
-            f"it was saved by {manifest.strategy}, this run has {subject.text}; begin with the strategy "
+            f"it was saved by {manifest.strategy}, this run has {subject.text}; start with the strategy "
             "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"
         )
-    theirs, own = list(map(str, manifest.parameters)), list(map(str, subject.parameters))
-    if theirs != own:
-        there, here = first_difference(theirs, own)
+    saved, own = list(map(str, manifest.parameters)), list(map(str, subject.parameters))
+    if saved != own:
+        there, here = first_difference(saved, own)
         raise InvalidValue(
             f"it was saved with another model: it has {there}, this model has {here}; load it with the same "
             "model, or with strict=False to keep the parts that fit"
@@ -122,7 +122,7 @@ def _must_be_the_same(manifest: Manifest, subject: Subject) -> None:
     known = {parameter.name for parameter in subject.parameters}
     for bucket in manifest.layout:
         if unknown := [name for name in bucket if name not in known]:
-            raise InvalidValue(f"its buckets hold {unknown[0]!r}, which is no parameter; it is damaged")
+            raise InvalidValue(f"its buckets hold {unknown[0]!r}, which is not a parameter; it is damaged")
 
 
 def in_short(wrong: Sequence[str]) -> str:
@@ -130,25 +130,25 @@ def in_short(wrong: Sequence[str]) -> str:
 
 
 def fitting_of(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -> Fitting:
-    """What of a state belongs to this strategy on this model, and why the rest does not."""
-    kept: dict[str, Any] = {}
+    """The part of a state that fits this strategy on this model, and why other parts do not."""
+    fitting: dict[str, Any] = {}
     wrong: list[str] = []
     for leaf in leaves:
         part = part_at(state, leaf.path)
         if isinstance(leaf.state, Fits):
             part, objections = leaf.state.fitting(part, slots)
             wrong += [f"{leaf.owner}: {objection}" for objection in objections]
-        with_part(kept, leaf.path, part)
-    return kept, wrong
+        with_part(fitting, leaf.path, part)
+    return fitting, wrong
 
 
-def _load_what_can_be(leaves: Sequence[Leaf], state: Mapping[str, Any]) -> list[str]:
+def _load_fitting(leaves: Sequence[Leaf], state: Mapping[str, Any]) -> list[str]:
     left_out = []
     for leaf in leaves:
         part = part_at(state, leaf.path)
         try:
             leaf.state.load_state_dict(part)
         except InvalidValue as error:
-            if part:  # else it has no state to begin with, and says so
+            if part:  # an empty part: it has no state, and refuses that
                 left_out.append(f"{leaf.owner}: {error}")
     return left_out

@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: one small file that names all others, with their sizes and digests."""
+"""The manifest: one small file that names all files of a checkpoint, with their sizes and digests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 from .._version import __version__
 from ..errors import InvalidValue
-from .rankfile import Receipt, number
+from .rankfile import Receipt
 from .subject import Layout, Parameter, Subject, as_layout
 
-FORMAT = 1
+FORMAT = 2  # 1: rank files in a format of our own, named .state
 LARGEST = 256 << 20  # bytes
 TOKEN = re.compile(r"[0-9a-f]{16}")
-FILE_NAME = re.compile(rf"rank-\d{{5,}}-of-\d{{5,}}-{TOKEN.pattern}\.state")
+FILE_NAME = re.compile(rf"rank-\d{{5,}}-of-\d{{5,}}-{TOKEN.pattern}\.(safetensors|state)")
 
 
 @dataclass(frozen=True)
 class Manifest:
     token: str
-    """Of one call of ``save``; in the name of every file that it wrote."""
+    """Identifies one call of ``save``; part of the name of every file that it wrote."""
     step: int
     strategy: str
     parameters: tuple[Parameter, ...]
@@ -65,17 +65,19 @@ def manifest_of(subject: Subject, token: str, files: Sequence[Receipt]) -> Manif
 
 
 def file_name(rank: int, world: int, token: str) -> str:
-    return f"rank-{rank:05d}-of-{world:05d}-{token}.state"
+    return f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors"
 
 
 def parsed(data: bytes) -> Manifest:
     """Refuses what this version would not have written byte for byte."""
     try:
-        document = json.loads(data, parse_int=number)
-        if isinstance(document["format"], int) and document["format"] > FORMAT:
+        document = json.loads(data)
+        if isinstance(found := document["format"], int) and found != FORMAT:
+            age = "an older" if found < FORMAT else "a newer"
             raise InvalidValue(
-                f"the checkpoint has format {document['format']}, this gradlane reads up to {FORMAT}; "
-                f"load it with gradlane {document.get('gradlane', 'of a later version')}"
+                f"the checkpoint has format {found!s:.20}, of {age} gradlane; this one reads format {FORMAT} "
+                f"only. Load it with the gradlane that saved it ({document.get('gradlane')!s:.20}), or start "
+                "without it: the strategy then begins with an empty state"
             )
         manifest = _read(document)
         if manifest.render() != data:
@@ -91,7 +93,7 @@ def parsed(data: bytes) -> Manifest:
 
 def _read(document: dict[str, Any]) -> Manifest:
     step, token = document["step"], document["token"]
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step < 2**63:
         raise ValueError(f"step {step!r}")
     if not document["files"]:
         raise ValueError("no files")

@@ -1,4 +1,4 @@
-"""``Attachment.save``: every rank its file, then one manifest, which is the moment that counts."""
+"""``Attachment.save``: every rank writes its file; then one manifest makes them the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.strategy import named_states
 from ..core.unsaved_state import refuse_unsaved_state
 from ..core.world_change import Fits
 from ..errors import GradlaneError, InvalidValue, NotSaved
-from .folder import checkpoints_in, clean, commit, remove, write_whole
+from .folder import checkpoints_in, clean, commit, remove, write_atomically
 from .manifest import FORMAT, file_name, manifest_of
 from .rankfile import Receipt, write
 from .subject import Layout, Subject, slots_of
@@ -22,9 +22,11 @@ from .tree import part_at
 
 
 def save(board: Board, path: Path, subject: Subject, layout: Callable[[], Layout]) -> None:
-    """All ranks together. Until rank 0 has put the manifest in its place the old checkpoint is in force, and
-    its files are removed only when all ranks see the new one. ``layout`` is asked when all are there: it may
-    be a collective."""
+    """All ranks call it together. ``layout`` is called when all have come: it may be a collective.
+
+    The old checkpoint is the current one until rank 0 has renamed the manifest. Its files are removed when
+    all ranks see the new one.
+    """
     same = {"step": subject.step, "strategy": subject.text}
     against = objection(lambda: refuse_unsaved_state(subject.strategy))
     own = {"has": _tokens(path), "objection": as_note(against)}
@@ -45,9 +47,11 @@ def save(board: Board, path: Path, subject: Subject, layout: Callable[[], Layout
     manifest = manifest_of(subject, token, [Receipt(note["size"], note["sha256"]) for note in notes])
 
     mine, error = attempted(nothing(lambda: board.rank == 0 and commit(path, manifest, keep)))
-    _agreed(board, "committed", mine, error, path)  # from here on the files may be in force: they stay
+    _agreed(
+        board, "committed", mine, error, path
+    )  # from here on the files may be the current checkpoint: they stay
 
-    # Who does not see it has a disk of its own, and writes the same bytes there.
+    # A rank that does not see it has its own disk, and writes the same bytes there.
     mine, error = attempted(nothing(lambda: commit(path, manifest, keep)))
     _agreed(board, "seen", mine, error, path)
     clean(path, manifest)
@@ -70,7 +74,10 @@ def _write_own(path: Path, name: str, token: str, board: Board, subject: Subject
     }
     path.mkdir(parents=True, exist_ok=True)
     buckets = sha256(repr(subject.layout).encode()).hexdigest()
-    return {"layout": buckets, **write_whole(path, name, lambda file: write(file, head, state))._asdict()}
+    return {
+        "layout": buckets,
+        **write_atomically(path, name, lambda file: write(file, head, state))._asdict(),
+    }
 
 
 def _agreed(
@@ -80,17 +87,17 @@ def _agreed(
     failure = first_failure(notes) or _odd_one(notes)
     if failure is None:
         return notes
-    left = "a whole checkpoint is there, this one or the one before"
+    outcome = "a complete checkpoint is there, this one or the one before"
     if name is not None:
         remove(path, [name])
-        left = "nothing was saved, and a checkpoint that was there before is as it was"
-    raise NotSaved(f"rank {failure[0]} could not save to {path}: {failure[1]}; {left}") from error
+        outcome = "nothing was saved, and an earlier checkpoint is unchanged"
+    raise NotSaved(f"rank {failure[0]} could not save to {path}: {failure[1]}; {outcome}") from error
 
 
 def _odd_one(notes: list[Document]) -> tuple[int, str] | None:
     for rank, note in enumerate(notes):
         if note.get("layout") != notes[0].get("layout"):
-            return rank, "its buckets are not those of rank 0"
+            return rank, "its buckets differ from those of rank 0"
     return None
 
 
@@ -101,6 +108,8 @@ def _tokens(path: Path) -> list[str]:
         return []
 
 
-def common_token(has: list[list[str]]) -> str | None:
-    """The newest checkpoint that all ranks see; rank 0 is the first to see one."""
-    return next((token for token in has[0] if all(token in tokens for tokens in has)), None)
+def common_token(tokens_by_rank: list[list[str]]) -> str | None:
+    """The token of the newest checkpoint that all ranks see. Rank 0 is the first to see a new one."""
+    return next(
+        (token for token in tokens_by_rank[0] if all(token in tokens for tokens in tokens_by_rank)), None
+    )

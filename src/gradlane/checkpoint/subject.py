@@ -1,4 +1,4 @@
-"""What is saved, and what it is loaded into."""
+"""What is saved, and what a checkpoint is loaded into: a strategy on a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from ..core.strategy import Strategy
 from ..core.world_change import Expected, Slots
-from .rankfile import DTYPES
 
 Layout = list[list[str]]
 """Names of parameters, bucket by bucket."""
@@ -30,17 +29,17 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A strategy at work on a model, between two steps."""
+    """A strategy on a model, between two steps."""
 
     strategy: Strategy
     text: str
     step: int
     parameters: Sequence[Parameter]
     layout: Layout
-    """In force; none before the first step."""
+    """The current one; empty before the first step."""
 
     def largest_file(self) -> int:
-        """Bytes that a rank may have to write: four copies of the gradient in fp32, say."""
+        """Bytes that a rank may have to write, at most: four copies of the gradient in fp32."""
         return 16 * sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
@@ -52,23 +51,23 @@ def parameters_of(module: nn.Module) -> list[Parameter]:
 
 
 def slots_of(parameters: Sequence[Parameter]) -> Slots:
-    """What memories expect of them: a complex one is seen as real pairs."""
+    """The shapes and dtypes that memories expect: a complex parameter is seen as real pairs."""
     return dict(_slots(parameters))
 
 
 def _slots(parameters: Sequence[Parameter]) -> Iterator[tuple[str, Expected]]:
     for name, shape, dtype, trained in parameters:
-        kind = DTYPES.get(dtype)
-        if trained and kind is not None:
+        kind = getattr(torch, dtype, None)
+        if trained and isinstance(kind, torch.dtype):
             pair = (2,) if kind.is_complex else ()
-            yield name, Expected(torch.Size((*shape, *pair)), torch.empty(0, dtype=kind).abs().dtype)
+            yield name, Expected(torch.Size((*shape, *pair)), kind.to_real())
 
 
-def as_layout(given: object) -> Layout:
-    """Checked: lists of names, none twice."""
+def as_layout(value: object) -> Layout:
+    """``value``, checked: lists of names, each once."""
     names: list[Any] = []
-    if isinstance(given, list) and all(isinstance(bucket, list) for bucket in given):
-        names = [name for bucket in given for name in bucket]
+    if isinstance(value, list) and all(isinstance(bucket, list) for bucket in value):
+        names = [name for bucket in value for name in bucket]
         if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
-            return given
+            return value
     raise ValueError("the layout is not a list of lists of names, each once")

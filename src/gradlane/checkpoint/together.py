@@ -1,4 +1,4 @@
-"""All ranks do it, or none: each tells the others whether its part went well."""
+"""All ranks do it, or none: each sends the others the outcome of its part."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from ..agree.board import Board, Document
 
-SLOWEST = 10e6  # bytes per second that a disk is given time for
+SLOWEST = 10e6  # bytes per second of the slowest disk that is not a timeout
 
 
 def patient(board: Board, size: int) -> Board:
-    """The same ranks, with time for a file of this size."""
+    """The same board, with a longer time limit for a file of this size."""
     return board.allowing(board.limit.plus(size / SLOWEST))
 
 
 def all_leave(board: Board, doing: str) -> None:
-    """For a call that ends at its first meeting: nobody may come again while others are still in it."""
+    """Ends a call that fails at its first meeting: no rank may call again while others are still in it."""
     board.agree(f"{doing}/left", {}, doing=doing)
 
 
 def attempted(part: Callable[[], Document]) -> tuple[Document, BaseException | None]:
-    """What a rank tells the others: what its part gave, or why it failed."""
+    """The note of this rank for the others: the result of its part, or why it failed."""
     try:
         return part(), None
     except Exception as error:  # noqa: BLE001  whatever it is, the others must not wait for this rank
@@ -34,7 +34,7 @@ def first_failure(notes: list[Document]) -> tuple[int, str] | None:
 
 
 def nothing(part: Callable[[], Any]) -> Callable[[], Document]:
-    """A part that gives the others nothing but that it was done."""
+    """A part without a result: its note is empty."""
 
     def done() -> Document:
         part()

@@ -1,4 +1,4 @@
-"""A state as a list of entries: where each value is, and what it is. Tensors, numbers and strings only."""
+"""A state as a list of entries, each a path and a value. Values are tensors, numbers and strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMPTY: dict[str, Any] = {}
 
 
 def entries_of(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Every value with its path. A mapping without entries is a value too: it has to come back."""
+    """Every value with its path. An empty mapping is a value too, so that it is restored."""
     for key, value in state.items():
         if not isinstance(key, str):
             raise WrongType(f"the state has the key {key!r} in {_shown(path)}; keys are strings")
@@ -33,23 +33,23 @@ def entries_of(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path
 
 
 def tree_of(entries: Iterable[tuple[Path, object]]) -> dict[str, Any]:
-    """The state of these entries; refuses those that are in each other's way."""
+    """The state of these entries; refuses entries whose paths collide."""
     tree: dict[str, Any] = {}
     for path, value in entries:
         *above, last = path
-        place = tree
+        node = tree
         for key in above:
-            place = place.setdefault(key, {})
-            if not isinstance(place, dict):
-                raise InvalidValue(f"the entry {_shown(path)} is inside of a value")
-        if last in place:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise InvalidValue(f"the entry {_shown(path)} is inside another value")
+        if last in node:
             raise InvalidValue(f"the entry {_shown(path)} is there twice")
-        place[last] = {} if isinstance(value, Mapping) and value == EMPTY else value
+        node[last] = {} if isinstance(value, Mapping) and value == EMPTY else value
     return tree
 
 
 def part_at(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The part at a path; empty where there is none."""
+    """The part at a path; empty if there is none."""
     found: object = tree
     for key in path:
         found = found.get(key, {}) if isinstance(found, Mapping) else {}

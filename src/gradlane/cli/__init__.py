@@ -1,4 +1,4 @@
-"""The command line. One file per verb; torch is imported only when a verb runs."""
+"""The command line: one file per verb. torch is imported only when a verb runs."""
 
 from .main import main
 

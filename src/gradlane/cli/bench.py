@@ -1,4 +1,4 @@
-"""Compare strategies, torch's hooks and plain DDP, step by step in turn, on links of a given rate."""
+"""Compare strategies, torch's hooks and plain DDP on links of a given rate; the arms step in rounds."""
 
 from __future__ import annotations
 
@@ -17,47 +17,51 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "action": "append",
         "metavar": "ARM",
         "help": "ddp, a strategy as text, or torch.NAME: allreduce, fp16, bf16, noop, powersgd, "
-        "batched_powersgd, quantize_pertensor, quantize_perchannel (powersgd(4) is rank 4); repeat for more. "
-        "ddp and Noop(), which is compute alone, are always there",
+        "batched_powersgd, quantize_pertensor, quantize_perchannel (powersgd(4) has rank 4); "
+        "repeat for more. ddp and Noop(), which is compute alone, are always included",
     },
     "--link": {
         "action": "append",
         "metavar": "RATE",
-        "help": "100mbit, 2.5gbit, ... or none, unshaped; repeat for more (default none). "
-        "Rates need root and iproute2",
+        "help": "100mbit, 2.5gbit, ..., or none for an unshaped link; repeat for more (default none). "
+        "A rate needs root and iproute2",
     },
     "--ranks": {
         "action": "append",
         "type": int,
         "metavar": "N",
-        "help": "processes, each on a host of its own; repeat for more (default 2)",
+        "help": "number of processes, each on its own emulated host; repeat for more (default 2)",
     },
     "--model": {
         "default": "mlp9m",
-        "help": "mlp9m, resnet18, gpt-small, or module:function of yours that returns (model, batch), "
+        "help": "mlp9m, resnet18, gpt-small, or your own module:function that returns (model, batch), "
         "where model(*batch) is the loss (default mlp9m)",
     },
     "--bucket-mb": {
         "type": float,
         "metavar": "MB",
-        "help": "DDP's bucket_cap_mb (default: DDP's own, 1 for the first and then 25)",
+        "help": "DDP's bucket_cap_mb (default: DDP's default, 1 for the first bucket and 25 for the others)",
     },
     "--steps": {"type": int, "default": 20, "help": "measured steps of each arm (default 20)"},
-    "--warmup": {"type": int, "default": 4, "help": "steps before those (default 4)"},
+    "--warmup": {"type": int, "default": 4, "help": "steps before the measured ones (default 4)"},
     "--budget": {
         "type": float,
         "default": 900.0,
         "metavar": "SECONDS",
-        "help": "end after this long, with what there is (default 900)",
+        "help": "stop after this time, and show the results until then (default 900)",
     },
-    "--patience": {
+    "--timeout": {
         "type": float,
         "metavar": "SECONDS",
         "help": "an arm whose step takes longer counts as hung "
-        "(default: 60, and ten times what the link needs for a dense gradient)",
+        "(default: 60, plus ten times the link's time for a dense gradient)",
     },
-    "--json": {"type": Path, "metavar": "FILE", "help": "write the record of the run"},
-    "--plot": {"type": Path, "metavar": "FILE", "help": "draw bars as .svg or .png (needs matplotlib)"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write all figures as JSON"},
+    "--page": {
+        "type": Path,
+        "metavar": "FILE.html",
+        "help": "write the page that `gradlane report` makes of it",
+    },
 }
 
 
@@ -67,13 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..bench.compare import Plan, compare
+    from ..bench.bench_arms import bench_arms
+    from ..bench.bench_plan import BenchPlan
     from ..bench.link import parse_link
-    from ..bench.plot import check_plot, draw
     from ..bench.record import check_writable, write_json
+    from ..report.write import write_record_page
     from .bench_table import print_record, progress_bar
 
-    plan = Plan(
+    plan = BenchPlan(
         arms=options.arm or ARMS,
         links=[parse_link(text) for text in options.link or ("none",)],
         ranks=options.ranks or (2,),
@@ -82,24 +87,25 @@ def run(options: argparse.Namespace) -> int:
         steps=options.steps,
         warmup=options.warmup,
         budget_s=options.budget,
-        patience_s=options.patience,
+        timeout_s=options.timeout,
     )
     check_writable(options.json)
-    check_plot(options.plot)
-    check_writable(options.plot)
-    _warn_where_links_cannot_be(plan.links)
-    with progress_bar(plan.turns) as show:
-        record = compare(plan, show)
+    check_writable(options.page)
+    _warn_if_links_cannot_be_emulated(plan.links)
+    with progress_bar(plan.total_steps) as show:
+        record = bench_arms(plan, show)
     print_record(record)
     if options.json:
         write_json(options.json, record)
-    if options.plot:
-        draw(record, options.plot)
+    if options.page:
+        write_record_page(record, (options.json or Path("gradlane-bench.json")).name, options.page)
     return 130 if record["ended"] == "interrupted" else 0
 
 
-def _warn_where_links_cannot_be(links: Any) -> None:
-    from ..bench.network import why_not
+def _warn_if_links_cannot_be_emulated(links: Any) -> None:
+    from ..bench.emulation import why_not
 
     if any(link.rate_bits is not None for link in links) and (reason := why_not()):
-        print(f"gradlane: links cannot be emulated here: {reason}; going on unshaped", file=sys.stderr)
+        print(
+            f"gradlane: links cannot be emulated here: {reason}; the run continues unshaped", file=sys.stderr
+        )

@@ -1,4 +1,4 @@
-"""How a bench looks in a terminal."""
+"""The progress and the table of ``gradlane bench`` in a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..bench.compare import Progress as Where
+from ..bench.bench_arms import StepProgress
 
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("median\nms", lambda row: _ms(row["median_s"])),
@@ -21,19 +21,19 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("CPU\nms", lambda row: _ms(row["cpu_s"])),
     ("exposed\nms", lambda row: _ms(row["exposed_s"])),
     ("ledger\nMB", lambda row: _mb(row["ledger_bytes"])),
-    ("counted\nMB", lambda row: _mb(row["interface_bytes"])),
-    ("x\nddp", lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}"),
+    ("interface\nMB", lambda row: _mb(row["interface_bytes"])),
+    ("speed-up\nx ddp", lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}"),
     ("of\nlimit", lambda row: "-" if row["of_limit"] is None else f"{row['of_limit']:.2f}"),
 )
 LEGEND = """\
-median, min: a step, from the first rank's start to the last one's end   CPU: of one rank
-exposed: what backward could not hide   x ddp: how many times faster than ddp
-ledger: what one rank sends in a step   counted: the same by its network interface, headers included
+median, min: one step, from the first rank's start to the last rank's end   CPU: time of one rank
+exposed: communication time after backward's compute   speed-up: over ddp without a hook
+ledger: bytes that one rank sends in a step   interface: the same, counted there with all headers
 of limit: the larger of compute (Noop) and the ledger's bytes at the link's rate, over the median"""
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[Where], None]]:
+def progress_bar(total: int) -> Iterator[Callable[[StepProgress], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -43,10 +43,10 @@ def progress_bar(total: int) -> Iterator[Callable[[Where], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=total)
 
-        def show(where: Where) -> None:
-            step = f"step {where.step}" if where.step >= 0 else "warm-up"
-            text = f"{where.link}, {where.ranks} ranks, {escape(where.arm)}, {step}"
-            progress.update(task, completed=where.turn, description=text)
+        def show(at: StepProgress) -> None:
+            step = f"step {at.step}" if at.step >= 0 else "warm-up"
+            text = f"{at.link}, {at.ranks} ranks, {escape(at.arm)}, {step}"
+            progress.update(task, completed=at.number, description=text)
 
         yield show
 
@@ -69,7 +69,7 @@ def print_record(record: dict[str, Any]) -> None:
     if record["ended"] == "budget":
         console.print(f"The time budget of {settings['budget_s']:g} s ended the run; --budget sets it.")
     elif record["ended"] == "interrupted":
-        console.print("Interrupted: the table holds what was measured until then.")
+        console.print("Interrupted: the table shows what was measured until then.")
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -1,13 +1,12 @@
-"""Train a small language model on local processes, with and without gradlane, and make a page of it."""
+"""Train a small language model on local processes, with and without gradlane, and write a page of results."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 
 NAME = "demo"
-HELP = "train a small model on local processes, with and without gradlane; makes a page"
+HELP = "train a small model on local processes, with and without gradlane; writes a page"
 ARMS = ("Mean()", "Cast(Mean(), bfloat16)", "Sharded(Int8())", "ErrorFeedback(Sharded(Int4()))")
 LINK = "100mbit"
 
@@ -28,35 +27,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.html",
         help="where to write the page (default gradlane-demo.html)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE.json", help="keep the figures behind the page")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE.json", help="also write the figures of the page as JSON"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
+    from ..bench.emulation import why_not
     from ..bench.link import parse_link
-    from ..bench.network import why_not
     from ..bench.record import check_writable, write_json
     from ..errors import InvalidValue
-    from ..report.write import write_page
-    from ..train.plan import Plan
-    from .train import exit_code, shown
+    from ..report.write import write_record_page
+    from ..train.train_plan import TrainPlan
+    from .train import exit_code, run_and_show
 
-    plan = Plan(
+    plan = TrainPlan(
         arms=tuple(options.arm or ARMS), ranks=options.ranks, steps=options.steps, link=parse_link(LINK)
     )
     if options.json == options.out:
-        raise InvalidValue(f"{options.out} is both the page and its figures; choose another file for one")
+        raise InvalidValue(f"{options.out} is the file of both --out and --json; choose another file for one")
     check_writable(options.out)
     check_writable(options.json)
     print(
-        f"A byte-level transformer learns Python's standard library: {plan.ranks} processes an arm, "
+        f"A byte-level transformer learns Python's standard library: {plan.ranks} processes for each arm, "
         f"{plan.steps} steps."
     )
     if why_not() is None:
-        print(f"Emulated: a host for each process, and links of {LINK} each way (network namespaces, tc).")
-    document = shown(plan)
-    with tempfile.TemporaryDirectory(prefix="gradlane-") as folder:
-        figures = options.json or Path(folder) / "gradlane-demo.json"
-        write_json(figures, document)
-        write_page([figures], options.out)
+        print(
+            f"Each process runs on an emulated host, on a link of {LINK} each way (network namespaces, tc)."
+        )
+    document = run_and_show(plan)
+    if options.json:
+        write_json(options.json, document)
+    write_record_page(document, (options.json or Path("gradlane-demo.json")).name, options.out)
     print(f"wrote {options.out}; open it in a browser")
     return exit_code(document)

@@ -1,7 +1,7 @@
-"""Check this machine, or under torchrun this job: what is broken, what costs, what the link carries.
+"""Check this machine, or under torchrun this job: what is broken, what costs time, how fast the link is.
 
-Alone it measures between two local ranks; under ``torchrun ... -m gradlane doctor`` between the ranks of the
-job. The exit code is 0 unless something is broken.
+Alone it measures between two local ranks. ``torchrun ... -m gradlane doctor`` measures between the ranks of
+the job. The exit code is 0 unless something is broken.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters",
         default="9.4M",
         metavar="N",
-        help="of the model to estimate for: 350k, 9.4M, 7B (default 9.4M)",
+        help="size of the model for the estimates: 350k, 9.4M, 7B (default 9.4M)",
     )
     parser.add_argument(
-        "--link", metavar="RATE", help="estimate for a link of this rate, 1gbit say, not for the measured one"
+        "--link",
+        metavar="RATE",
+        help="estimate for a link of this rate, such as 1gbit, in place of the measured one",
     )
     parser.add_argument(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print all as JSON; with a file, write it there and print the usual",
+        help="print the report as JSON; with a file, write the JSON there and print the usual text",
     )
 
 
@@ -37,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
     from ..bench.record import check_writable
     from ..doctor import examine
-    from ..doctor.price import parse_count
+    from ..doctor.estimates import parse_count
     from .doctor_view import print_report
 
     link = parse_link(options.link) if options.link else None
@@ -45,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     file = None if options.json in (None, "-") else Path(options.json)
     check_writable(file)
     report = examine(parameters, rate_bits=link.rate_bits if link else None)
-    if report.rank == 0:  # the other ranks of a job would say the same
+    if report.rank == 0:  # the other ranks of a job have the same report
         text = json.dumps(report.as_dict(), indent=1)
         if options.json == "-":
             print(text)

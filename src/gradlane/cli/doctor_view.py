@@ -1,4 +1,4 @@
-"""How a doctor's report looks in a terminal."""
+"""The report of ``gradlane doctor`` in a terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from rich.table import Table
 
 from ..doctor.examine import Report
 from ..doctor.finding import Finding
-from ..doctor.link import Measured
+from ..doctor.measure_link import MeasuredLink
 
 STYLES = {"fine": "green", "note": "cyan", "costs": "yellow", "broken": "bold red"}
 LEGEND = (
-    "Sending by bytes alone; work as measured here on one matrix; one after the other, nothing hidden behind "
-    "backward. `gradlane bench` measures whole steps; docs/compression.md says what each does to training."
+    "Sending: bytes over the rate. Work: measured here on one matrix. Together: their sum, without overlap "
+    "with backward. `gradlane bench` measures complete steps; docs/compression.md says what each strategy "
+    "does to training."
 )
-WORTH = 1.1  # times as fast as Mean(); less is noise
+WORTH = 1.1  # speed-up over Mean(); less is noise
 
 
 def print_report(report: Report, rate: str | None) -> None:
@@ -26,10 +27,10 @@ def print_report(report: Report, rate: str | None) -> None:
     if report.link is not None:
         console.print(_link(report.link))
     elif not report.broken:
-        console.print("One rank has nobody to talk to: nothing to measure.")
+        console.print("There is one rank only: no link to measure.")
     if report.estimates:
         console.print(_estimates(report, rate))
-        console.print(_verdict(report))
+        console.print(_conclusion(report))
         console.print(LEGEND, style="dim")
     if report.broken:
         count = sum(finding.level == "broken" for finding in report.findings)
@@ -50,7 +51,7 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
     return grid
 
 
-def _link(link: Measured) -> str:
+def _link(link: MeasuredLink) -> str:
     large = f"one of {_size(link.largest_bytes)} carries {_rate(link.bytes_per_s)} each way"
     small = f"an all-reduce of 4 bytes takes {_time(link.latency_s)}"
     return f"\n[bold]Between {link.ranks} ranks[/bold], measured: {small}, {large}\n"
@@ -62,7 +63,7 @@ def _estimates(report: Report, rate: str | None) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("strategy", overflow="fold", min_width=12)
-    for heading in ("MB", "sending", "work", "together", "x Mean"):
+    for heading in ("MB", "sending", "work", "together", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     plain = report.estimates[0].seconds
     for row in report.estimates:
@@ -76,11 +77,11 @@ def _estimates(report: Report, rate: str | None) -> Table:
     return table
 
 
-def _verdict(report: Report) -> str:
+def _conclusion(report: Report) -> str:
     plain, *others = report.estimates
     if all(plain.seconds / row.seconds < WORTH for row in others):
-        return "None of them pays on this link: plain DDP is as good.\n"
-    return f"Those from x {WORTH:g} up would pay, if the gradients are what a step waits for.\n"
+        return "None of them pays on this link: plain DDP is as fast.\n"
+    return f"Those with a speed-up of {WORTH:g} or more would pay, if a step waits for its gradients.\n"
 
 
 def _time(seconds: float) -> str:

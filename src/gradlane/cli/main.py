@@ -10,12 +10,12 @@ from .._version import __version__
 from ..errors import GradlaneError
 from . import bench, demo, doctor, report, trace, train
 
-# Each has NAME, HELP, add_arguments(parser) and run(options); what is heavy is imported in run.
+# Each has NAME, HELP, add_arguments(parser) and run(options). Heavy imports are in run.
 VERBS = (demo, doctor, bench, train, report, trace)
 
 
 class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: object) -> None:
         from ..kernels.native import kernels_in_use
 
         print(f"gradlane {__version__}\nkernels: {kernels_in_use()}")
@@ -24,9 +24,7 @@ class _Version(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gradlane", description="Control how gradients travel in DDP.")
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="show the version, and which kernels are in use"
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and the kernels in use")
     verbs = parser.add_subparsers(title="verbs", dest="verb", required=True)
     for verb in VERBS:
         verb_parser = verbs.add_parser(verb.NAME, help=verb.HELP, description=verb.__doc__)
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ModuleNotFoundError as missing:
         print(
-            f"gradlane: {missing}; install the command line's parts: pip install 'gradlane[cli]'",
+            f"gradlane: {missing}; install what the command line needs: pip install 'gradlane[cli]'",
             file=sys.stderr,
         )
         return 2

@@ -1,4 +1,4 @@
-"""Make one HTML page, which needs no other file, from what bench and train wrote."""
+"""Write one self-contained HTML page from the JSON of bench and train."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import argparse
 from pathlib import Path
 
 NAME = "report"
-HELP = "make one HTML page from the JSON of bench and train"
+HELP = "write one HTML page from the JSON of bench and train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "inputs", nargs="+", type=Path, metavar="FILE.json", help="what `gradlane bench` or `train` wrote"
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="FILE.json",
+        help="files of `gradlane bench --json` or `gradlane train --json`",
     )
     parser.add_argument(
         "--out",

@@ -13,7 +13,7 @@ HELP = "turn recorded events into a trace for Perfetto or chrome://tracing"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="one for each rank")
     parser.add_argument("--out", type=Path, default=Path("gradlane-trace.json"), help="default: %(default)s")
-    parser.add_argument("--steps", metavar="A:B", help="only steps A to B-1, say 10:20")
+    parser.add_argument("--steps", metavar="A:B", help="only steps A to B-1, such as 10:20")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,5 +30,5 @@ def _range(text: str | None) -> range | None:
         return None
     first, colon, last = text.partition(":")
     if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
-        raise ValueError(f"--steps {text}: write A:B with A below B, say 10:20")
+        raise ValueError(f"--steps {text}: write A:B with A below B, such as 10:20")
     return range(int(first), int(last))

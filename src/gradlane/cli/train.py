@@ -1,4 +1,4 @@
-"""Train a small model with every arm: its loss against steps, bytes and wall-clock seconds."""
+"""Train a small model with each arm, and compare the loss against steps, bytes and wall-clock seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..train.plan import Plan
+    from ..train.train_plan import TrainPlan
 
 NAME = "train"
 HELP = "train a small model with each arm: loss against steps, bytes and seconds"
@@ -26,16 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ARM",
-        help="what carries the gradients: a strategy as text, or torch.fp16, torch.powersgd(4), ...; repeat "
-        "for more. ddp, dense training without a hook, is always one",
+        help="a strategy as text, or a hook of torch: torch.fp16, torch.powersgd(4), ...; repeat for more. "
+        "ddp, dense training without a hook, is always included",
     )
     parser.add_argument("--ranks", type=int, default=2, help="local processes of each arm (default 2)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     parser.add_argument(
-        "--seeds", type=int, default=1, help="how often, with other weights and data, 1 to 30 (default 1)"
+        "--seeds",
+        type=int,
+        default=1,
+        help="number of runs, each with other weights and data, 1 to 30 (default 1)",
     )
     parser.add_argument(
-        "--link", default="none", help="a link to emulate, as 100mbit or 1gbit (default none: loopback)"
+        "--link", default="none", help="a link to emulate, such as 100mbit or 1gbit (default none: unshaped)"
     )
     parser.add_argument("--optimizer", default="sgd", help="sgd, with momentum 0.9, or adam (default sgd)")
     parser.add_argument(
@@ -47,29 +50,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--width",
         type=int,
-        help="of the model's layers: a wider one has larger matrices (default 64 for bytes, 128 for digits)",
+        help="width of the model's layers (default 64 for bytes, 128 for digits)",
     )
-    parser.add_argument("--every", type=int, help="steps between two evaluations (default a 20th of all)")
+    parser.add_argument(
+        "--every", type=int, help="steps between two evaluations (default: a 20th of the steps)"
+    )
     parser.add_argument(
         "--target",
         type=float,
-        help="the held-out loss to reach (default: where dense is shortly before its end)",
+        help="held-out loss to reach (default: the loss of dense training shortly before its end)",
     )
     parser.add_argument(
-        "--budget", type=float, default=900.0, help="seconds after which it ends anyway (default 900)"
+        "--budget",
+        type=float,
+        default=900.0,
+        help="seconds after which the run ends, with the results until then (default 900)",
     )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE.json",
-        help="write all figures; `gradlane report` makes a page of it",
+        help="write all figures as JSON; `gradlane report` makes a page of it",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
     from ..bench.record import check_writable, write_json
-    from ..train.plan import Plan
+    from ..train.train_plan import TrainPlan
 
     names = (
         "task",
@@ -85,26 +93,26 @@ def run(options: argparse.Namespace) -> int:
         "budget",
     )
     chosen = {name: getattr(options, name) for name in names}
-    plan = Plan(arms=tuple(options.arm), link=parse_link(options.link), **chosen)
+    plan = TrainPlan(arms=tuple(options.arm), link=parse_link(options.link), **chosen)
     check_writable(options.json)
-    document = shown(plan)
+    document = run_and_show(plan)
     if options.json is not None:
         write_json(options.json, document)
         print(f"wrote {options.json}")
     return exit_code(document)
 
 
-def shown(plan: Plan) -> dict[str, Any]:
-    """Run a plan with its progress on the screen, then the table; the document."""
-    from ..train.run import run_trial
-    from .train_view import Shown, console, stories, table
+def run_and_show(plan: TrainPlan) -> dict[str, Any]:
+    """Run a plan, show its progress and then its table; returns the document."""
+    from ..train.train_arms import train_arms
+    from .train_view import ProgressLines, console, remarks, table
 
     screen = console()
-    with Shown(plan, screen) as progress:
-        document = run_trial(plan, progress, on_note=lambda note: print(note, file=sys.stderr))
+    with ProgressLines(plan, screen) as progress:
+        document = train_arms(plan, progress, on_note=lambda note: print(note, file=sys.stderr))
     screen.print(table(document))
-    for story in stories(document):
-        screen.print(story, markup=False, highlight=False, soft_wrap=True)
+    for remark in remarks(document):
+        screen.print(remark, markup=False, highlight=False, soft_wrap=True)
     return document
 
 

@@ -1,4 +1,4 @@
-"""What one sees of a training run: the arms' progress, then one table."""
+"""The progress and the table of ``gradlane train`` in a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..report.figures import DASH, byte_size, plain, seconds_column, signed
-from ..train.plan import Plan
-from ..train.seed import Standing
+from ..report.number_format import DASH, byte_size, plain, seconds_column, signed
+from ..train.seed_training import ArmProgress
 from ..train.tasks import UNITS
+from ..train.train_plan import TrainPlan
 
-REDRAWN = 0.2  # seconds between two looks at a terminal
-WIDTH = 110  # of what is written to a file or a pipe
+REDRAW_SECONDS = 0.2
+WIDTH = 110  # of output to a file or a pipe
 
 
 def console() -> Console:
@@ -26,26 +26,27 @@ def console() -> Console:
     return made if made.is_terminal else Console(width=WIDTH)
 
 
-class Shown:
-    """A line for each arm: seed, steps, time, held-out loss. Call it with every place."""
+class ProgressLines:
+    """A line for each arm: seed, steps, time, held-out loss. Call it with every ``ArmProgress``."""
 
-    def __init__(self, plan: Plan, screen: Console) -> None:
-        # No thread redraws it: ranks are forked meanwhile, and a fork copies locks that a thread holds.
+    def __init__(self, plan: TrainPlan, screen: Console) -> None:
+        # No thread redraws it: a fork of the ranks would copy the locks that the thread holds.
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[remark]}"),
             console=screen,
             auto_refresh=False,
         )
         self._plan, self._drawn = plan, 0.0
         self._lines = {
-            arm: self._progress.add_task(arm, total=plan.steps * plan.seeds, told="") for arm in plan.all_arms
+            arm: self._progress.add_task(arm, total=plan.steps * plan.seeds, remark="")
+            for arm in plan.all_arms
         }
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressLines:
         self._progress.start()
         return self
 
@@ -54,21 +55,21 @@ class Shown:
     ) -> None:
         self._progress.stop()
 
-    def __call__(self, standing: Standing) -> None:
-        loss = "" if standing.loss is None else f"{standing.loss:.3f} {UNITS[self._plan.task]}"
-        seed = f"seed {standing.seed + 1} of {self._plan.seeds}  " if self._plan.seeds > 1 else ""
-        fate = "" if standing.status in ("ok", "partial") else f"  {standing.status}"
-        line = self._lines[standing.arm]
-        if not fate or standing.status == "diverged":
-            self._progress.update(line, completed=standing.seed * self._plan.steps + standing.step)
-        self._progress.update(line, told=f"{seed}{loss}{fate}")
-        if time.monotonic() - self._drawn >= REDRAWN:
+    def __call__(self, progress: ArmProgress) -> None:
+        loss = "" if progress.loss is None else f"{progress.loss:.3f} {UNITS[self._plan.task]}"
+        seed = f"seed {progress.seed + 1} of {self._plan.seeds}  " if self._plan.seeds > 1 else ""
+        status = "" if progress.status in ("ok", "partial") else f"  {progress.status}"
+        line = self._lines[progress.arm]
+        if not status or progress.status == "diverged":
+            self._progress.update(line, completed=progress.seed * self._plan.steps + progress.step)
+        self._progress.update(line, remark=f"{seed}{loss}{status}")
+        if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._progress.refresh()
             self._drawn = time.monotonic()
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Of a train document; figures that were not taken are dashes."""
+    """The table of a train document; figures that were not measured are dashes."""
     results, target = document["results"], document["target"]
     step_unit, step_times = seconds_column(result["seconds_per_step"] for result in results)
     goal = "to target" if target is None else f"to {plain(target, 4)}"
@@ -98,17 +99,19 @@ def table(document: dict[str, Any]) -> Table:
     return made
 
 
-def stories(document: dict[str, Any]) -> list[str]:
-    """A sentence for each arm that is not all right, and one for a run that ended early."""
+def remarks(document: dict[str, Any]) -> list[str]:
+    """A sentence for each arm whose status is not ok, and one for a run that ended early."""
     found = [
         f"{result['arm']}: {result['status']}; {result['detail']}."
         for result in document["results"]
         if result["status"] != "ok"
     ]
     if document["ended"] == "budget":
-        found.append(f"The budget of {document['settings']['budget_s']:g} s was spent; --budget gives more.")
+        found.append(
+            f"The time budget of {document['settings']['budget_s']:g} s ended the run; --budget sets it."
+        )
     elif document["ended"] == "interrupted":
-        found.append("Interrupted: this is what there was by then.")
+        found.append("Interrupted: the table shows what was measured until then.")
     return found
 
 

@@ -1,7 +1,7 @@
-"""What is wrong with this machine and this job, or costs time: ``examine()``, and ``look_at(ddp_model)``."""
+"""Finds what is broken or costs time on a machine or in a job: ``examine()`` and ``check_ddp(model)``."""
 
-from .ddp_settings import look_at
+from .ddp_settings import check_ddp
 from .examine import Report, examine
 from .finding import Finding
 
-__all__ = ["Finding", "Report", "examine", "look_at"]
+__all__ = ["Finding", "Report", "check_ddp", "examine"]

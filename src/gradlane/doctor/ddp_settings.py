@@ -11,28 +11,31 @@ SMALL_MB = 5.0
 MANY = 20
 
 
-def look_at(ddp: DistributedDataParallel) -> list[Finding]:
-    """What this model's settings cost, with what to write instead. Looks only, and needs no other rank."""
+def check_ddp(ddp: DistributedDataParallel) -> list[Finding]:
+    """The settings of this model that cost time or memory, and what to write instead.
+
+    It changes nothing, and needs no other rank.
+    """
     if not isinstance(ddp, DistributedDataParallel):
         raise WrongType(
-            f"look_at needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first"
+            f"check_ddp needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first"
         )
     found = [*_unused(ddp), *_copies(ddp), *_buckets(ddp), *_buffers(ddp)]
-    return found or [fine("DDP", "none of its settings costs anything")]
+    return found or [fine("DDP", "none of its settings costs time or memory")]
 
 
 def _unused(ddp: DistributedDataParallel) -> list[Finding]:
     if not ddp.find_unused_parameters:
         return []
     if ddp.static_graph:
-        what = "find_unused_parameters=True does nothing more with static_graph=True, which finds them once"
+        what = "find_unused_parameters=True has no effect with static_graph=True, which finds them once"
         return [fine("unused parameters", what)]
     return [
         Finding(
             "unused parameters",
             "costs",
-            "find_unused_parameters=True walks the graph in every forward, and sends a map of what was used",
-            "leave it out if all are used in every step; static_graph=True if always the same are not",
+            "find_unused_parameters=True traverses the graph in every forward, and sends which ones are used",
+            "leave it out if all are used in every step; static_graph=True if the unused ones never change",
         )
     ]
 
@@ -41,7 +44,7 @@ def _copies(ddp: DistributedDataParallel) -> list[Finding]:
     if ddp.gradient_as_bucket_view:
         return []
     size = _mb(_gradient_bytes(ddp))
-    what = f"gradient_as_bucket_view=False: gradients are there twice, {size} more, and copied twice a step"
+    what = f"gradient_as_bucket_view=False: gradients exist twice, {size} more, and are copied twice a step"
     return [
         Finding("gradients", "costs", what, "gradient_as_bucket_view=True, unless you detach_() gradients")
     ]
@@ -61,8 +64,8 @@ def _buckets(ddp: DistributedDataParallel) -> list[Finding]:
         ]
     if count == 1 and total > 2**20:
         part = max(1, round(total / 2**20 / 4))
-        advice = f"bucket_cap_mb={part} would let it begin before backward ends; on a slow link measure it"
-        return [Finding("buckets", "note", f"{what}: nothing is sent before the last gradients come", advice)]
+        advice = f"with bucket_cap_mb={part} it starts before backward ends; on a slow link measure it"
+        return [Finding("buckets", "note", f"{what}: sending starts only after the last gradient", advice)]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Environment variables that break something, or may be worth a try."""
+"""Environment variables that break something, or are worth a measurement."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from .finding import Finding
 
 SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
-MOST_THREADS = 16  # by NCCL's documentation, as what follows; beyond it NCCL warns and takes less
-MOST_SOCKETS = 64  # threads times sockets of each
+MOST_THREADS = 16  # these limits are in NCCL's documentation; above them NCCL warns and uses less
+MOST_SOCKETS = 64  # threads times sockets per thread
 
 
-def look_at_environment(
+def check_environment(
     environ: Mapping[str, str], *, nccl: bool | None = None, cuda_build: bool | None = None
 ) -> list[Finding]:
-    """What is not set, or does no harm, is not mentioned."""
+    """Findings on variables that are set and do harm, and on NCCL's sockets."""
     nccl = (
         dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
         if nccl is None
@@ -33,11 +33,16 @@ def _debugging(environ: Mapping[str, str], cuda_build: bool) -> list[Finding]:
     if level == "DETAIL" and not cuda_build:
         crash = f"{what} makes DDP's constructor crash in CPU builds of torch (seen with 2.13)"
         return [
-            Finding("environment", "broken", crash, "use INFO; gradlane compares what ranks do by itself")
+            Finding("environment", "broken", crash, "use INFO; gradlane itself compares what the ranks do")
         ]
     if level == "DETAIL":
         return [
-            Finding("environment", "costs", f"{what} checks every collective", "unset it when all is well")
+            Finding(
+                "environment",
+                "costs",
+                f"{what} checks every collective",
+                "unset it when you are done debugging",
+            )
         ]
     return []
 
@@ -68,5 +73,5 @@ def _nccl(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _number(text: str | None) -> int:
-    """1 is NCCL's default, but for some clouds."""
+    """1 is NCCL's default, except on some clouds."""
     return int(text) if text and text.isdigit() else 1

@@ -1,4 +1,4 @@
-"""``gradlane doctor``: all of it, on this machine or in this job."""
+"""``gradlane doctor``: all checks, on this machine or in this job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ..local import RankFailed, run_ranks
-from .environment import look_at_environment
+from .environment import check_environment
+from .estimates import STRATEGIES, Estimate, estimates
 from .finding import Finding
-from .job import MEET, Seen, cannot_connect, in_a_job, look_at_job
-from .link import Measured, measure
-from .machine import look_at_machine
-from .network import look_at_network
-from .price import STRATEGIES, Estimate, estimates
+from .job import MEET, Examined, cannot_connect, check_job, in_a_job
+from .machine import check_machine
+from .measure_link import MeasuredLink, measure
+from .reachability import check_reachability
 
 DEFAULT_PARAMETERS = 9_400_000
 LOCAL_RANKS = 2
@@ -25,14 +25,14 @@ LOCAL_RANKS = 2
 
 @dataclass(frozen=True)
 class Report:
-    """What ``examine`` found; on a job's ranks the same but for ``rank``."""
+    """The result of ``examine``. All ranks of a job have the same, except for ``rank``."""
 
     where: str
     rank: int
     findings: tuple[Finding, ...]
     parameters: int
-    link: Measured | None
-    """None where it could not be measured."""
+    link: MeasuredLink | None
+    """None if it could not be measured."""
     estimates: tuple[Estimate, ...]
 
     @property
@@ -40,43 +40,43 @@ class Report:
         return any(finding.level == "broken" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        priced = [{**dataclasses.asdict(row), "seconds": row.seconds} for row in self.estimates]
-        return {**dataclasses.asdict(self), "estimates": priced, "broken": self.broken}
+        rows = [{**dataclasses.asdict(row), "seconds": row.seconds} for row in self.estimates]
+        return {**dataclasses.asdict(self), "estimates": rows, "broken": self.broken}
 
 
 def examine(parameters: int = DEFAULT_PARAMETERS, *, rate_bits: float | None = None) -> Report:
-    """Look at this machine, and measure between two local ranks; under ``torchrun``, or with a process group,
-    at the job, and between its own ranks, all of which must call it.
+    """Check this machine, and measure the link between two local ranks.
 
-    ``rate_bits``: price the gradients on a link of that rate, not on the one that was measured.
+    Under ``torchrun``, or with a process group: check the job, and measure between its ranks. All ranks must
+    call it. ``rate_bits``: estimate for a link of that rate in place of the measured one.
     """
-    seen = look_at_job(_look_here, STRATEGIES) if in_a_job() else _look_at_machine()
-    priced: list[Estimate] = []
-    if (link := seen.link) is not None:
-        priced = estimates(
+    examined = check_job(_check_here, STRATEGIES) if in_a_job() else _check_locally()
+    estimated: list[Estimate] = []
+    if (link := examined.link) is not None:
+        estimated = estimates(
             parameters, link if rate_bits is None else replace(link, bytes_per_s=rate_bits / 8)
         )
-    return Report(seen.where, seen.rank, tuple(seen.findings), parameters, link, tuple(priced))
+    return Report(examined.where, examined.rank, tuple(examined.findings), parameters, link, tuple(estimated))
 
 
-def _look_here(ranks_here: int | None, hosts: int) -> list[Finding]:
+def _check_here(ranks_here: int | None, hosts: int) -> list[Finding]:
     return [
-        *look_at_machine(ranks_here, os.environ),
-        *look_at_environment(os.environ),
-        *look_at_network(os.environ, hosts),
+        *check_machine(ranks_here, os.environ),
+        *check_environment(os.environ),
+        *check_reachability(os.environ, hosts),
     ]
 
 
-def _look_at_machine() -> Seen:
-    findings = _look_here(None, 1)
+def _check_locally() -> Examined:
+    findings = _check_here(None, 1)
     where = f"this machine, with {LOCAL_RANKS} local ranks"
     if any(finding.level == "broken" and finding.topic == "interface" for finding in findings):
-        return Seen(where, 0, findings, None)
+        return Examined(where, 0, findings, None)
     try:
-        return Seen(where, 0, findings, run_ranks(_local_rank, LOCAL_RANKS, deadline=MEET)[0])
+        return Examined(where, 0, findings, run_ranks(_local_rank, LOCAL_RANKS, deadline=MEET)[0])
     except RankFailed as error:
-        return Seen(where, 0, [*findings, cannot_connect(error)], None)
+        return Examined(where, 0, [*findings, cannot_connect(error)], None)
 
 
-def _local_rank(rank: int) -> Measured:
+def _local_rank(rank: int) -> MeasuredLink:
     return measure(dist.group.WORLD, torch.device("cpu"), STRATEGIES)

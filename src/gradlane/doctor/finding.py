@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Level = Literal["fine", "note", "costs", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, what was found, and what to do about it."""
+    """The result of one check, and what to do about it."""
 
     topic: str
     level: Level
-    """A ``note`` is worth knowing, ``costs`` is time or memory for nothing, and ``broken`` will not work."""
+    """``note``: good to know. ``costs``: wastes time or memory. ``broken``: does not work."""
     what: str
     advice: str = ""
     who: str = ""
-    """Which ranks, where not all."""
+    """The ranks that it concerns, if not all."""
 
 
 def fine(topic: str, what: str) -> Finding:

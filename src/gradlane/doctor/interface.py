@@ -1,34 +1,36 @@
 """The network interface that Gloo binds to.
 
-torch's Gloo takes the interfaces in GLOO_SOCKET_IFNAME. Without it, it takes the address that the host's own
-name resolves to, if that can be bound, and else the loopback address, which no other host can reach.
+torch's Gloo uses the interfaces in GLOO_SOCKET_IFNAME. If it is not set, Gloo binds to the address of the
+host's own name. If that cannot be bound, it uses the loopback address, which no other host can reach.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
+
+try:
+    import psutil
+except ModuleNotFoundError:  # it comes with gradlane[cli]; the doctor works without it
+    psutil = None
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Binding(NamedTuple):
-    """What Gloo will listen on."""
+    """The address on which Gloo will listen."""
 
     address: str
     name: str
-    """Of the interface, as far as it can be told."""
+    """The name of the interface, if known."""
     how: str
-    """It was chosen."""
+    """The reason for this address, in words."""
     missing: str = ""
-    """The interface that was asked for and is not there."""
+    """An interface of GLOO_SOCKET_IFNAME that does not exist."""
 
     @property
     def loopback(self) -> bool:
@@ -44,11 +46,11 @@ class Binding(NamedTuple):
 
 def gloo_binding(environ: Mapping[str, str]) -> Binding:
     known = addresses()
-    if asked := environ.get(VARIABLE):
-        name = asked.split(",")[0]
+    if names := environ.get(VARIABLE):
+        name = names.split(",")[0]
         present = {found for _, found in socket.if_nameindex()}
-        missing = next((one for one in asked.split(",") if one not in present), "")
-        return Binding(known.get(name, ""), name, f"{VARIABLE}={asked}", missing)
+        missing = next((one for one in names.split(",") if one not in present), "")
+        return Binding(known.get(name, ""), name, f"{VARIABLE}={names}", missing)
     host = socket.gethostname()
     for address in _resolved(host):
         if _can_bind(address):
@@ -58,32 +60,31 @@ def gloo_binding(environ: Mapping[str, str]) -> Binding:
     return Binding(LOOPBACK, "lo", f"the host name {host} does not resolve to an address of this machine")
 
 
-def addresses() -> dict[str, str]:
-    """IPv4 addresses by interface; Linux only, empty elsewhere."""
-    found = {}
-    with suppress(OSError, ImportError):
-        import fcntl
+def has_psutil() -> bool:
+    return psutil is not None
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # it has none
-                    request = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
-                    found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+
+def addresses() -> dict[str, str]:
+    """IPv4 addresses by interface; empty without psutil."""
+    if psutil is None:
+        return {}
+    return {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
 
 
 def candidates() -> list[str]:
-    """Interfaces with an address that others may reach."""
+    """Interfaces with an address that other hosts may reach."""
     return [name for name, own in addresses().items() if not ipaddress.ip_address(own).is_loopback]
 
 
 def interface_speed(name: str) -> int | None:
-    """Mbit/s as the driver says; virtual interfaces say nothing."""
-    with suppress(OSError, ValueError):
-        speed = int(Path("/sys/class/net", name, "speed").read_text())
-        return speed if speed > 0 else None
-    return None
+    """Mbit/s as the driver reports it; None for virtual interfaces, and without psutil."""
+    stats = None if psutil is None else psutil.net_if_stats().get(name)
+    return int(stats.speed) if stats is not None and stats.speed > 0 else None
 
 
 def _resolved(host: str) -> list[str]:

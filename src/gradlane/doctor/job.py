@@ -1,4 +1,4 @@
-"""The job that this process is a rank of."""
+"""Checks of the job in which this process is a rank."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from ..errors import GradlaneError
 from ..lane.open import store_of
 from ..teardown import shutdown
 from .finding import Finding
-from .link import TIMEOUT, TOGETHER, Measured, measure
+from .measure_link import TIMEOUT, TOGETHER, MeasuredLink, measure
 
-MEET = 60.0  # seconds for all ranks of a job to come
+MEET = 60.0  # seconds for all ranks of a job to arrive
 
-LookHere = Callable[[int, int], list[Finding]]
-"""What one rank sees, told how many ranks are on its host, and how many hosts there are."""
+CheckHere = Callable[[int, int], list[Finding]]
+"""The findings of one rank, given the number of ranks on its host and the number of hosts."""
 
 
-class Seen(NamedTuple):
+class Examined(NamedTuple):
     where: str
     rank: int
     findings: list[Finding]
-    link: Measured | None
+    link: MeasuredLink | None
 
 
 def in_a_job() -> bool:
-    """Started by torchrun or the like, or with a process group already."""
+    """Whether torchrun or a similar launcher started this process, or it has a process group."""
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
     return launched or (dist.is_available() and dist.is_initialized())
 
 
-def look_at_job(look_here: LookHere, strategies: Sequence[str]) -> Seen:
-    """The ranks tell each other what they see through the store, before anything is connected."""
-    store, rank, world = _met()
+def check_job(check_here: CheckHere, strategies: Sequence[str]) -> Examined:
+    """The ranks exchange their findings through the store, before they connect to each other."""
+    store, rank, world = _rendezvous()
     board = Board(store, "gradlane/doctor", rank, world, Limit(MEET, TOGETHER))
     host = socket.gethostname()
-    token, told = board.agree("hosts", {"host": host}, doing="doctor")
-    hosts = [note["host"] for note in told]
+    token, notes = board.agree("hosts", {"host": host}, doing="doctor")
+    hosts = [note["host"] for note in notes]
     count = len(set(hosts))
     board = board.corner(token)
-    own = [dataclasses.asdict(finding) for finding in look_here(hosts.count(host), count)]
-    _, told = board.agree("findings", {"findings": own}, doing="doctor")
-    findings = merged([[Finding(**each) for each in note["findings"]] for note in told], hosts)
+    own = [dataclasses.asdict(finding) for finding in check_here(hosts.count(host), count)]
+    _, notes = board.agree("findings", {"findings": own}, doing="doctor")
+    findings = merged([[Finding(**each) for each in note["findings"]] for note in notes], hosts)
     where = f"{world} rank{'s' if world > 1 else ''} on {count} host{'s' if count > 1 else ''}"
     unreachable = any(finding.level == "broken" and finding.topic == "interface" for finding in findings)
-    if world == 1 or unreachable:  # they would only wait for each other
-        return Seen(where, rank, findings, None)
+    if world == 1 or unreachable:  # there is no link, or they would only wait for each other
+        return Examined(where, rank, findings, None)
     try:
-        return Seen(where, rank, findings, _measured(board.store("group"), rank, world, strategies))
+        return Examined(where, rank, findings, _measured(board.store("group"), rank, world, strategies))
     except (RuntimeError, GradlaneError) as error:
-        return Seen(where, rank, [*findings, cannot_connect(error)], None)
+        return Examined(where, rank, [*findings, cannot_connect(error)], None)
 
 
-def _met() -> tuple[dist.Store, int, int]:
+def _rendezvous() -> tuple[dist.Store, int, int]:
     if dist.is_initialized():
         group = dist.group.WORLD
         return store_of(group), dist.get_rank(), dist.get_world_size()
@@ -70,7 +70,7 @@ def _met() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=MEET)))  # type: ignore[no-any-return]
 
 
-def _measured(store: dist.Store, rank: int, world: int, strategies: Sequence[str]) -> Measured:
+def _measured(store: dist.Store, rank: int, world: int, strategies: Sequence[str]) -> MeasuredLink:
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if dist.is_initialized():
         on_device = nccl and "nccl" in str(dist.get_backend_config())
@@ -95,20 +95,22 @@ def _device(cuda: bool) -> torch.device:
 
 def cannot_connect(error: BaseException) -> Finding:
     reason = str(error).strip().splitlines()[-1][:300]
-    advice = "see that the ranks reach each other: interface, firewall, and the same gradlane everywhere"
+    advice = (
+        "check that the ranks reach each other: interface, firewall, and the same gradlane on all of them"
+    )
     return Finding("link", "broken", f"could not be measured: {reason}", advice)
 
 
-def merged(told: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """What all ranks found, each thing once, with the ranks that found it where not all did."""
+def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """The findings of all ranks, each once, with the ranks that have it if not all do."""
     ranks: dict[Finding, list[int]] = {}
-    for rank, findings in enumerate(told):
+    for rank, findings in enumerate(by_rank):
         for finding in findings:
             ranks.setdefault(finding, []).append(rank)
     found = []
     for finding, who in ranks.items():
         where = ", ".join(dict.fromkeys(hosts[rank] for rank in who))
         some = f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} ({where})"
-        found.append(finding if len(who) == len(told) else replace(finding, who=some))
+        found.append(finding if len(who) == len(by_rank) else replace(finding, who=some))
     topics = list(dict.fromkeys(finding.topic for finding in found))
     return sorted(found, key=lambda finding: topics.index(finding.topic))

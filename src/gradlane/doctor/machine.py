@@ -1,4 +1,4 @@
-"""torch, the kernels, the processors."""
+"""Checks of torch, the kernels and the processors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .finding import Finding, fine
 OLDEST = (2, 6)
 
 
-def look_at_machine(ranks_here: int | None, environ: Mapping[str, str]) -> list[Finding]:
-    """``ranks_here``: how many ranks of the job share this machine; None where there is no job."""
+def check_machine(ranks_here: int | None, environ: Mapping[str, str]) -> list[Finding]:
+    """``ranks_here``: how many ranks of the job share this machine; None if there is no job."""
     return [_torch(), _kernels(), threads_finding(ranks_here, torch.get_num_threads(), cores(), environ)]
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -50,9 +50,7 @@ def _kernels() -> Finding:
         return Finding("kernels", "broken", str(error), "unset GRADLANE_KERNELS")
     if used.startswith("C"):
         return fine("kernels", used)
-    advice = (
-        "codecs take several times as long in plain torch; install gradlane again where there is a C compiler"
-    )
+    advice = "codecs take several times as long in plain torch; install a C compiler, and gradlane again"
     if os.environ.get("GRADLANE_KERNELS") == "torch":
         advice = "codecs take several times as long in plain torch; unset GRADLANE_KERNELS"
     return Finding("kernels", "costs", used, advice)
@@ -61,20 +59,22 @@ def _kernels() -> Finding:
 def threads_finding(ranks: int | None, threads: int, count: int, environ: Mapping[str, str]) -> Finding:
     chosen = environ.get("OMP_NUM_THREADS")
     source = f"OMP_NUM_THREADS={chosen}" if chosen else "OMP_NUM_THREADS is not set"
-    many, have = _some(threads, "thread"), _some(count, "core")
+    many, have = _counted(threads, "thread"), _counted(count, "core")
     if ranks is None:
         advice = "torchrun sets OMP_NUM_THREADS=1; better: cores / ranks"
         return Finding("threads", "note", f"{have}, {many} ({source})", advice)
-    what = f"{have} for {_some(ranks, 'rank')}, {many} each ({source})"
+    what = f"{have} for {_counted(ranks, 'rank')}, {many} each ({source})"
     share = max(1, count // ranks)
     if ranks > count:
-        return Finding("threads", "note", what, "more ranks than cores: figures of speed mean little here")
+        return Finding("threads", "note", what, "more ranks than cores: times measured here mean little")
     if ranks * threads > count:
-        return Finding("threads", "costs", what, f"ranks will wait for each other: OMP_NUM_THREADS={share}")
+        return Finding("threads", "costs", what, f"threads compete for cores: set OMP_NUM_THREADS={share}")
     if threads < share:
-        return Finding("threads", "note", what, f"OMP_NUM_THREADS={share} would use all; torchrun sets 1")
+        return Finding(
+            "threads", "note", what, f"OMP_NUM_THREADS={share} would use all cores; torchrun sets 1"
+        )
     return fine("threads", what)
 
 
-def _some(count: int, noun: str) -> str:
+def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""n ranks as processes of this machine: for tests and first experiments."""
+"""Ranks as local processes: for tests and first experiments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GradlaneError
-from .ranks import Ranks, tell
+from .rank_process import tell
+from .ranks import Ranks
 
 __all__ = ["RankFailed", "run_ranks", "tell"]
 
 
 class RankFailed(GradlaneError, RuntimeError):
-    """A rank raised, died, or did not finish in time; the message holds every rank's story."""
+    """A rank raised, died, or did not finish in time; the message has the failure of every rank."""
 
 
 def run_ranks(
@@ -27,7 +28,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world`` forked processes; their results, in rank order.
 
-    ``local.tell(x)`` inside calls ``on_report(x)`` here. Past the deadline every rank says what its
+    ``local.tell(x)`` in a rank calls ``on_report(x)`` here. After the deadline every rank reports what its
     lanes wait for, and is killed. For ``init`` and ``prepare`` see ``Ranks``.
     """
     results: dict[int, Any] = {}
@@ -49,6 +50,6 @@ def run_ranks(
     finally:
         ranks.close()
     if failures:
-        stories = "\n".join(f"--- rank {rank}: {failures[rank]}" for rank in sorted(failures))
-        raise RankFailed(f"{len(failures)} of {world} ranks failed\n{stories}")
+        details = "\n".join(f"--- rank {rank}: {failures[rank]}" for rank in sorted(failures))
+        raise RankFailed(f"{len(failures)} of {world} ranks failed\n{details}")
     return [results[rank] for rank in range(world)]

@@ -1,4 +1,4 @@
-"""Processes that end together: what a rank has started outlives neither it nor the process above it."""
+"""Processes that end together: children of a rank end with it, and with the process that started it."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ import time
 from typing import NoReturn
 
 SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-LOOK_EVERY = 0.5  # seconds; where a process is not told that its parent has died
+POLL_SECONDS = 0.5  # on systems without a signal at the death of the parent
 
 
 class Family:
-    """A process group, for children of this process and all that they start.
+    """A process group (of the operating system) for children of this process and all that they start.
 
-    Its leader is a small process that does nothing but wait: when this one is gone, however it ended, it
-    kills the group. Those of a group that have a session of their own have left the family.
+    Its leader is a small process that only waits. When this process has ended, in any way, the leader kills
+    the group. A process that starts its own session is no longer a member.
     """
 
     def __init__(self) -> None:
         parent = os.getpid()
         self._leader = os.fork()
         if self._leader == 0:
-            _keep(parent)
-        _lead(self._leader)
+            _lead_group(parent)
+        _make_leader(self._leader)
         self._ended = False
 
     def join(self) -> None:
-        """Of a child, in that child."""
+        """Call it in a child: the child becomes a member."""
         os.setpgid(0, self._leader)
 
     def end(self) -> None:
-        """Kill what is still there. Twice is fine."""
+        """Kill all members. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._leader, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # somebody has waited for all children
+        with contextlib.suppress(ChildProcessError):  # the program has waited for all children
             os.waitpid(self._leader, 0)
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Get this signal when the parent dies. Linux only."""
+    """Ask the kernel for this signal when the parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, int(by))
 
 
-def _lead(leader: int) -> None:
-    """Asked for by both sides: whoever comes first, the group is there."""
+def _make_leader(leader: int) -> None:
+    """Parent and leader both call it, so that the group exists whichever comes first."""
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(leader, leader)
 
 
-def _keep(parent: int) -> NoReturn:
+def _lead_group(parent: int) -> NoReturn:
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        _lead(os.getpid())
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # else the other end of a pipe would never see it closed
+        _make_leader(os.getpid())
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # or the other end of a pipe would never be closed
         die_with_parent(by=signal.SIGTERM)
-        if sys.platform == "linux" and os.getppid() == parent:  # else it died before we asked
+        if sys.platform == "linux" and os.getppid() == parent:  # or it died before we asked
             signal.sigwait({signal.SIGTERM})
         while os.getppid() == parent:
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_SECONDS)
         os.killpg(os.getpid(), signal.SIGKILL)
     finally:
         os._exit(1)

@@ -1,1 +1,1 @@
-"""One HTML page from the JSON of `gradlane bench` and `gradlane train`. Needs no torch."""
+"""One HTML page from the JSON of `gradlane bench` and `gradlane train`. It does not need torch."""

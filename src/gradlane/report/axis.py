@@ -1,4 +1,4 @@
-"""Where a value stands on an axis, and which values are written beside it."""
+"""Axes of charts: the position of a value, and the ticks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .figures import MINUS, byte_size, duration
+from .number_format import MINUS, byte_size, duration
 
-WIDE = 20  # lines whose ends are further apart than this factor need a logarithmic axis
+WIDE = 20  # if the ends of lines differ by more than this factor, the axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Axis:
         return value > 0 or not self.logarithmic
 
     def at(self, value: float) -> float:
-        """0 at the low end, 1 at the high one, beyond them outside."""
+        """The position of a value: 0 at the low end, 1 at the high end; others lie outside."""
         if self.logarithmic:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 5) -> list[tuple[float, str]]:
-        """Round values within the axis, as text with the unit."""
+        """Round values within the axis, and their texts with the unit."""
         if self.logarithmic:
             return self._decades(about)
         step = round_step((self.high - self.low) / about)
@@ -53,17 +53,17 @@ class Axis:
 
 
 def linear(values: Sequence[float], unit: str = "", from_zero: bool = False) -> Axis:
-    """An axis that holds all values with a little room; never of no length."""
+    """An axis that holds all values, with a small margin; its length is never 0."""
     low = min((0.0, *values)) if from_zero else min(values, default=0.0)
     high = max(values, default=low)
     if high <= low:
         high = low + (abs(low) or 1.0)
-    room = 0.0 if from_zero else 0.04 * (high - low)
-    return Axis(low - room, high + room, unit)
+    margin = 0.0 if from_zero else 0.04 * (high - low)
+    return Axis(low - margin, high + margin, unit)
 
 
-def spent(ends: Sequence[float], starts: Sequence[float], unit: str) -> Axis:
-    """For bytes or seconds spent: logarithmic where the arms' ends lie too far apart for a linear one.
+def spending(ends: Sequence[float], starts: Sequence[float], unit: str) -> Axis:
+    """An axis for bytes or seconds spent: logarithmic if the ends of the arms are far apart.
 
     ``starts`` are the first positive values of the arms.
     """
@@ -74,13 +74,13 @@ def spent(ends: Sequence[float], starts: Sequence[float], unit: str) -> Axis:
 
 
 def round_step(rough: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """The next larger of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next((factor * power for factor in (1, 2, 5) if factor * power >= rough * 0.999), 10 * power)
 
 
 def _unit(unit: str, high: float) -> tuple[str, float]:
-    """The name and the size of what ticks up to ``high`` are written in."""
+    """The unit of ticks up to ``high``: its name and its size."""
     sizes = {
         "": (("", 1.0),),
         "B": (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)),

@@ -1,11 +1,11 @@
-"""Horizontal bars. A bar is as long as its share of the longest one, so it fits a page of any width."""
+"""Horizontal bars. The length is a percentage of the longest bar, so it fits a page of any width."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 from .chart import drawing, part, written
 
 HEIGHT, THICKNESS = 16, 10
@@ -13,9 +13,9 @@ HEIGHT, THICKNESS = 16, 10
 
 @dataclass(frozen=True)
 class Bar:
-    """One arm: its segments, each a class of the style sheet and a value, and what is written beside."""
+    """One arm: its segments, each a class of the style sheet and a value, and the text beside the bar."""
 
-    arm: Arm
+    arm: ArmStyle
     segments: Sequence[tuple[str, float]]
     beside: str
 
@@ -26,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class DrawnBar:
-    arm: Arm
+    arm: ArmStyle
     beside: str
     svg: str
 
@@ -47,8 +47,8 @@ def _bar(bar: Bar, what: str, longest: float, mark: float | None) -> str:
             part(svg, "rect", y=(HEIGHT - THICKNESS) / 2, height=THICKNESS, style=style, **size)
         start += value
     if mark is not None:
-        place = _percent(mark / longest)
-        part(svg, "line", x1=place, x2=place, y1=0, y2=HEIGHT, style="mark")
+        x = _percent(mark / longest)
+        part(svg, "line", x1=x, x2=x, y1=0, y2=HEIGHT, style="mark")
     return written(svg)
 
 

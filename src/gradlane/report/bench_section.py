@@ -1,4 +1,4 @@
-"""What the page shows of a bench document: per link and number of ranks a table, bars and timelines."""
+"""The page's section on a bench document: a table, bars and timelines for each link and number of ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import bars, timeline
-from .arms import Arm
-from .documents import FAILED, Bench, BenchResult
-from .figures import byte_size, duration, seconds_column, share, times
+from .arm_styles import ArmStyle
+from .documents import FAILED, Bench, BenchResult, RankStep
+from .number_format import byte_size, duration, seconds_column, share, times
 from .table import Row, Table, status_row
 
-IDLE = "Noop()"  # compute alone: the ceiling, and off the scale of everything else
+IDLE = "Noop()"  # compute alone: the upper limit of any speed-up, too large for the scale of the bars
 
 
 @dataclass(frozen=True)
 class Timeline:
-    arm: Arm
+    arm: ArmStyle
     summary: str
     ranks: Sequence[tuple[str, str]]  # a heading and a drawing
 
@@ -41,18 +41,20 @@ class BenchSection:
     groups: Sequence[Group]
 
 
-def bench_section(bench: Bench, arms: Mapping[str, Arm]) -> BenchSection:
+def bench_section(bench: Bench, arms: Mapping[str, ArmStyle]) -> BenchSection:
     grouped: dict[tuple[str, int], list[BenchResult]] = {}
     for result in bench.results:
-        grouped.setdefault((result.link.name, result.ranks), []).append(result)
+        grouped.setdefault((result.link, result.ranks), []).append(result)
     groups = [_group(results, arms) for results in grouped.values()]
     overview = _overview(grouped, arms) if len(groups) > 1 else None
     return BenchSection(overview, groups)
 
 
-def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, Arm]) -> Table:
+def _overview(
+    grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, ArmStyle]
+) -> Table:
     found = {
-        (result.arm, key): times(result.figures["speedup"]) if result.status not in FAILED else result.status
+        (result.arm, key): times(result.speedup) if result.status not in FAILED else result.status
         for key, results in grouped.items()
         for result in results
     }
@@ -69,19 +71,19 @@ def _overview(grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Ma
     )
 
 
-def _group(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Group:
-    link = results[0].link
+def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Group:
+    first = results[0]
     drawable = [result for result in results if result.status not in FAILED]
-    idle = next((result.figures["speedup"] for result in drawable if result.arm == IDLE), None)
+    idle = next((result.speedup for result in drawable if result.arm == IDLE), None)
     return Group(
-        heading=f"{link.name}, {_ranks(results[0].ranks)}",
-        where=link.where,
-        note="\n".join(dict.fromkeys(result.link.note for result in results if result.link.note)),
+        heading=f"{first.link}, {_ranks(first.ranks)}",
+        where=first.where,
+        note="\n".join(dict.fromkeys(result.note for result in results if result.note)),
         table=_table(results, arms),
         speedups=_speedups(drawable, arms),
-        ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: nothing can be faster." if idle else "",
+        ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: no strategy can be faster." if idle else "",
         phases=_phases(drawable, arms),
-        timelines=[_timeline(result, arms[result.arm]) for result in drawable if result.timeline],
+        timelines=[_timeline(result.timeline, arms[result.arm]) for result in drawable if result.timeline],
     )
 
 
@@ -89,7 +91,7 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
+def _table(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Table:
     headings: list[str] = []
     columns: list[list[str]] = []
     for heading, key in (
@@ -98,7 +100,7 @@ def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
         ("CPU", "cpu_s"),
         ("exposed", "exposed_s"),
     ):
-        unit, texts = seconds_column(result.figures[key] for result in results)
+        unit, texts = seconds_column(getattr(result, key) for result in results)
         headings.append(f"{heading}, {unit}")
         columns.append(texts)
     for heading, key, form in (
@@ -108,37 +110,35 @@ def _table(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> Table:
         ("of the limit", "of_limit", share),
     ):
         headings.append(heading)
-        columns.append([form(result.figures[key]) for result in results])
+        columns.append([form(getattr(result, key)) for result in results])
     rows = [
         status_row(arms[result.arm], result.status, result.detail, cells)
         for result, cells in zip(results, zip(*columns, strict=True), strict=True)
     ]
-    return Table(f"One step on {results[0].link.name}, {_ranks(results[0].ranks)}", headings, rows)
+    return Table(f"One step on {results[0].link}, {_ranks(results[0].ranks)}", headings, rows)
 
 
-def _speedups(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
+def _speedups(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> list[bars.DrawnBar]:
     found = []
     for result in results:
-        speedup = result.figures["speedup"]
+        speedup = result.speedup
         if speedup is not None and result.arm != IDLE:
             arm = arms[result.arm]
             found.append(bars.Bar(arm, [(arm.style, max(0.0, speedup))], times(speedup)))
     return bars.draw(found, "Speed-up over DDP without a hook", mark=1.0)
 
 
-def _phases(results: Sequence[BenchResult], arms: Mapping[str, Arm]) -> list[bars.DrawnBar]:
+def _phases(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> list[bars.DrawnBar]:
     found = []
     for result in results:
         if result.phases and result.arm != IDLE:
-            total = duration(sum(result.phases.values()))
-            beside = f"{total}, exposed {duration(result.figures['exposed_s'])}"
-            found.append(bars.Bar(arms[result.arm], list(result.phases.items()), beside))
+            seconds = result.phases.seconds
+            beside = f"{duration(sum(seconds.values()))}, exposed {duration(result.exposed_s)}"
+            found.append(bars.Bar(arms[result.arm], list(seconds.items()), beside))
     return bars.draw(found, "Time per phase in a step")
 
 
-def _timeline(result: BenchResult, arm: Arm) -> Timeline:
-    seconds = timeline.length(result.timeline)
-    steps = [
-        (f"rank {step.rank}, step {step.step}", timeline.draw(step, seconds)) for step in result.timeline
-    ]
-    return Timeline(arm, duration(seconds), steps)
+def _timeline(steps: Sequence[RankStep], arm: ArmStyle) -> Timeline:
+    seconds = timeline.length(steps)
+    ranks = [(f"rank {step.rank}, step {step.step}", timeline.draw(step, seconds)) for step in steps]
+    return Timeline(arm, duration(seconds), ranks)

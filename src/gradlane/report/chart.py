@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from itertools import combinations
 from xml.etree import ElementTree
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 from .axis import Axis
 
 WIDTH, HEIGHT = 360, 236  # as wide as the page on a small screen: text keeps its size there
 LEFT, RIGHT, TOP, BOTTOM = 38, 22, 10, 38
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-LETTER_ROOM, LETTER_WIDTH = 11.0, 15.0
+LETTER_HEIGHT, LETTER_WIDTH = 11.0, 15.0
 
-Place = tuple[float, float | None]  # a gap in the line where the second is None
+Vertex = tuple[float, float | None]  # the line has a gap where the second is None
 Node = ElementTree.Element
 
 
 @dataclass(frozen=True)
 class Line:
-    arm: Arm
-    mean: Sequence[Place]
-    seeds: Sequence[Sequence[Place]]
+    arm: ArmStyle
+    mean: Sequence[Vertex]
+    seeds: Sequence[Sequence[Vertex]]
 
 
 def part(parent: Node, tag: str, text: str = "", **attributes: object) -> Node:
-    """A child element. ``style`` is its class; ``_`` in a name stands for ``-``. Escapes by itself."""
+    """Add a child element. ``style`` is its class; ``_`` in a name stands for ``-``. Text is escaped."""
     named = {
         ("class" if key == "style" else key.replace("_", "-")): value for key, value in attributes.items()
     }
@@ -40,7 +40,7 @@ def part(parent: Node, tag: str, text: str = "", **attributes: object) -> Node:
 
 
 def drawing(title: str, **attributes: str) -> Node:
-    """An ``svg`` element that says what it shows to those who cannot see it."""
+    """An ``svg`` element with a title for screen readers."""
     svg = Node("svg", {"role": "img", "aria-label": title, **attributes})
     part(svg, "title", title)
     return svg
@@ -55,7 +55,7 @@ def line_chart(
 ) -> str:
     svg = drawing(title, viewBox=f"0 0 {WIDTH} {HEIGHT}", **{"class": "line-chart"})
     _axes(svg, x, y, x_title)
-    # An inner svg cuts off what lies beyond the axes: a diverging arm must not squash the others.
+    # The inner svg clips at the axes: a diverging arm must not compress the others.
     plot = part(svg, "svg", x=LEFT, y=TOP, width=PLOT_WIDTH + 3, height=PLOT_HEIGHT, style="plot")
     if target is not None:
         height = _down(y, target) - TOP
@@ -85,19 +85,19 @@ def _axes(svg: Node, x: Axis, y: Axis, x_title: str) -> None:
         part(svg, "line", x1=LEFT, x2=LEFT + PLOT_WIDTH, y1=height, y2=height, style="grid")
         part(svg, "text", text, x=LEFT - 5, y=height + 3.5, text_anchor="end", style="tick")
     for value, text in x.ticks():
-        place = _across(x, value)
-        part(svg, "line", x1=place, x2=place, y1=bottom, y2=bottom + 4, style="axis")
-        part(svg, "text", text, x=place, y=bottom + 15, text_anchor="middle", style="tick")
+        across = _across(x, value)
+        part(svg, "line", x1=across, x2=across, y1=bottom, y2=bottom + 4, style="axis")
+        part(svg, "text", text, x=across, y=bottom + 15, text_anchor="middle", style="tick")
     part(svg, "line", x1=LEFT, x2=LEFT + PLOT_WIDTH, y1=bottom, y2=bottom, style="axis")
     middle = LEFT + PLOT_WIDTH / 2
     part(svg, "text", x_title, x=middle, y=HEIGHT - 6, text_anchor="middle", style="axis-title")
 
 
-def _path(x: Axis, y: Axis, places: Sequence[Place]) -> str:
-    """Through all places within the plot's own coordinates; the pen is lifted at gaps."""
+def _path(x: Axis, y: Axis, vertices: Sequence[Vertex]) -> str:
+    """A path through all vertices, in the coordinates of the plot, with gaps."""
     moves: list[str] = []
     pen_down = False
-    for across, down in places:
+    for across, down in vertices:
         if down is None or not x.shows(across):
             pen_down = False
             continue
@@ -107,8 +107,8 @@ def _path(x: Axis, y: Axis, places: Sequence[Place]) -> str:
 
 
 def _letters(svg: Node, x: Axis, y: Axis, lines: Sequence[Line]) -> None:
-    """A dot where each line ends and its letter to the right, moved apart where they would collide."""
-    ends: list[tuple[Arm, float, float]] = []
+    """A dot at the end of each line and its letter to the right; letters that collide are moved apart."""
+    ends: list[tuple[ArmStyle, float, float]] = []
     for line in lines:
         shown = [(across, down) for across, down in line.mean if down is not None and x.shows(across)]
         if shown:
@@ -116,16 +116,16 @@ def _letters(svg: Node, x: Axis, y: Axis, lines: Sequence[Line]) -> None:
             ends.append((line.arm, _across(x, shown[-1][0]), height))
     ends.sort(key=lambda end: end[2])
     heights = [height for _, _, height in ends]
-    for _ in range(len(ends) ** 2):  # each round moves the pairs that collide a little apart
+    for _ in range(len(ends) ** 2):  # each round moves colliding pairs a little apart
         for one, other in combinations(range(len(ends)), 2):
             near = abs(ends[one][1] - ends[other][1]) < LETTER_WIDTH
-            lacking = LETTER_ROOM - (heights[other] - heights[one])
-            if near and lacking > 0.1:
-                heights[one] -= lacking / 2
-                heights[other] += lacking / 2
-    for at in reversed(range(len(ends))):  # those pushed below the axis go up again, and push in turn
+            overlap = LETTER_HEIGHT - (heights[other] - heights[one])
+            if near and overlap > 0.1:
+                heights[one] -= overlap / 2
+                heights[other] += overlap / 2
+    for at in reversed(range(len(ends))):  # letters below the axis move up again, and push others
         below = [heights[i] for i in range(at + 1, len(ends)) if abs(ends[i][1] - ends[at][1]) < LETTER_WIDTH]
-        heights[at] = min(heights[at], TOP + PLOT_HEIGHT - 6, *(height - LETTER_ROOM for height in below))
+        heights[at] = min(heights[at], TOP + PLOT_HEIGHT - 6, *(height - LETTER_HEIGHT for height in below))
     for (arm, across, down), height in zip(ends, heights, strict=True):
         part(svg, "circle", cx=across, cy=down, r=2.6, style=f"end {arm.style}")
         part(svg, "text", arm.letter, x=across + 6, y=height + 3.5, style="letter")

@@ -1,34 +1,32 @@
-"""What the JSON of ``gradlane bench`` and ``gradlane train`` holds."""
+"""What the JSON of ``gradlane bench`` and ``gradlane train`` holds. Unknown fields are ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
-from .figures import bit_rate
+from msgspec import Struct
+
+from .number_format import bit_rate
 
 FAILED = ("crashed", "hung")
 PHASES = ("encode", "queued", "collective", "decode")
+Figure = float | None  # None: it was not measured
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Which file, and what was run where."""
+class Record(Struct, frozen=True, kw_only=True):
+    """What both kinds of documents say about a run: how it was made, and how it ended."""
 
-    file: str
-    at: str
-    command: str
-    made: Mapping[str, object]
-    settings: Mapping[str, object]
-    ended: str
+    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    ended: str = ""
 
 
-@dataclass(frozen=True)
-class Link:
-    name: str
-    rate_bits: float | None
-    emulated: bool
-    note: str
+class OnLink(Struct, frozen=True, kw_only=True):
+    """The link under a measurement."""
+
+    rate_bits: Figure = None
+    emulated: bool = False
+    note: str = ""
 
     @property
     def where(self) -> str:
@@ -37,72 +35,120 @@ class Link:
         return f"{bit_rate(self.rate_bits)}, {'emulated' if self.emulated else 'not emulated'}"
 
 
-@dataclass(frozen=True)
-class Request:
-    """One collective of a bucket; its four segments follow one another from ``start_s``."""
+class Phases(Struct, frozen=True, kw_only=True):
+    """Seconds in each of ``PHASES``."""
+
+    encode_s: float = 0.0
+    queued_s: float = 0.0
+    collective_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {phase: max(0.0, getattr(self, f"{phase}_s")) for phase in PHASES}
+
+
+class Request(Phases, frozen=True, kw_only=True):
+    """One collective of a bucket; its four phases follow one another from ``start_s``."""
 
     bucket: int
     phase: int
     kind: str
-    payload_bytes: float | None
-    start_s: float
-    segments: Mapping[str, float]
+    payload_bytes: Figure = None
+    start_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class RankStep:
+class RankStep(Struct, frozen=True, kw_only=True):
+    """One step of one rank; ``backward_s`` and ``end_s`` count from the first rank's start."""
+
     rank: int
     step: int
-    backward_s: float
-    end_s: float
-    requests: tuple[Request, ...]
+    backward_s: float = 0.0
+    end_s: float = 0.0
+    requests: tuple[Request, ...] = ()
 
 
-@dataclass(frozen=True)
-class BenchResult:
-    """One arm on one link with one number of ranks; ``figures`` are None where none were taken."""
+class BenchResult(OnLink, frozen=True, kw_only=True):
+    """One arm on one link with one number of ranks."""
 
-    link: Link
+    link: str
     ranks: int
     arm: str
     status: str
-    detail: str
-    figures: Mapping[str, float | None]
-    phases: Mapping[str, float]
-    timeline: tuple[RankStep, ...]
+    detail: str = ""
+    median_s: Figure = None
+    min_s: Figure = None
+    cpu_s: Figure = None
+    exposed_s: Figure = None
+    ledger_bytes: Figure = None
+    interface_bytes: Figure = None
+    speedup: Figure = None
+    of_limit: Figure = None
+    phases: Phases | None = None
+    timeline: tuple[RankStep, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Bench:
-    origin: Origin
-    results: tuple[BenchResult, ...]
+class Bench(Record, frozen=True, kw_only=True):
+    results: tuple[BenchResult, ...] = ()
 
 
-@dataclass(frozen=True)
-class Point:
-    """One evaluation: the loss (None: diverged) and what had been spent until then."""
+class Point(Struct, frozen=True):
+    """One evaluation: the loss (None: it diverged), and what was spent until then."""
 
     step: float
-    loss: float | None
-    bytes: float | None
-    seconds: float | None
+    loss: Figure
+    bytes: Figure
+    seconds: Figure
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """One arm; ``seeds`` holds the curves of the seeds that did not fail."""
+class TrainRun(Struct, frozen=True, kw_only=True):
+    """One arm with one seed; a column for each quantity, a row for each evaluation."""
+
+    status: str
+    steps: tuple[Figure, ...] = ()
+    loss: tuple[Figure, ...] = ()
+    bytes: tuple[Figure, ...] = ()
+    seconds: tuple[Figure, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in ("steps", "loss", "bytes", "seconds")}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{count} {name}" for name, count in lengths.items())
+            raise ValueError(f"it has {found}: the columns must have the same length")
+
+    @property
+    def curve(self) -> tuple[Point, ...]:
+        rows = zip(self.steps, self.loss, self.bytes, self.seconds, strict=True)
+        return tuple(Point(step, *spent) for step, *spent in rows if step is not None)
+
+
+class TrainResult(Struct, frozen=True, kw_only=True):
+    """One arm with all its seeds."""
 
     arm: str
     status: str
-    detail: str
-    figures: Mapping[str, float | None]
-    seeds: tuple[tuple[Point, ...], ...]
+    detail: str = ""
+    final_loss: Figure = None
+    gap: Figure = None
+    gap_interval: Figure = None
+    bytes_per_step: Figure = None
+    seconds_per_step: Figure = None
+    to_target_s: Figure = None
+    to_target_bytes: Figure = None
+    runs: tuple[TrainRun, ...] | None = None
+
+    @property
+    def seeds(self) -> list[tuple[Point, ...]]:
+        """The curves of the seeds that did not fail."""
+        return [run.curve for run in self.runs or () if run.status not in FAILED]
 
 
-@dataclass(frozen=True)
-class Train:
-    origin: Origin
-    link: Link
-    unit: str
-    target: float | None
-    results: tuple[TrainResult, ...]
+class TrainLink(OnLink, frozen=True, kw_only=True):
+    name: str
+
+
+class Train(Record, frozen=True, kw_only=True):
+    link: TrainLink
+    unit: str = ""
+    target: Figure = None
+    results: tuple[TrainResult, ...] = ()

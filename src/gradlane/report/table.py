@@ -1,18 +1,18 @@
-"""The tables of the page: one arm per row, and below it what it has to say for itself."""
+"""The tables of the page: one arm per row, and below it the detail of its status."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arms import Arm
+from .arm_styles import ArmStyle
 
 
 @dataclass(frozen=True)
 class Row:
-    """``brief`` and ``detail`` are two halves of what went wrong: one line, and all the lines."""
+    """``brief`` is the detail of the status in one line, ``detail`` all its lines if there are more."""
 
-    arm: Arm
+    arm: ArmStyle
     status: str
     brief: str
     cells: Sequence[str]
@@ -30,8 +30,8 @@ class Table:
         return any(row.status for row in self.rows)
 
 
-def status_row(arm: Arm, status: str, detail: str, cells: Sequence[str]) -> Row:
-    """A detail of several lines gets the telling one in front: the last of a traceback, else the first."""
+def status_row(arm: ArmStyle, status: str, detail: str, cells: Sequence[str]) -> Row:
+    """A row whose brief line is the last line of a traceback, or the first line of any other detail."""
     lines = [line for line in detail.splitlines() if line.strip()]
     if not lines:
         return Row(arm, status, "", cells)

@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from .axis import linear
 from .chart import Node, drawing, part, written
 from .documents import RankStep, Request
-from .figures import byte_size, duration
+from .number_format import byte_size, duration
 
-ROW, THICKNESS, WAITING, AXIS_ROOM = 18, 12, 4, 22
+ROW, THICKNESS, QUEUED_THICKNESS, AXIS_HEIGHT = 18, 12, 4, 22
 
 
 def length(steps: Sequence[RankStep]) -> float:
-    """The seconds that a time axis for all these ranks must hold."""
+    """The length in seconds of a time axis for all these ranks."""
     ends = [step.end_s for step in steps] + [step.backward_s for step in steps]
     ends += [_end(request) for step in steps for request in step.requests]
     return max(ends, default=0.0)
 
 
 def draw(step: RankStep, seconds: float) -> str:
-    """As wide as the page; the names of the rows stand left of the drawing, in its margin."""
+    """A drawing as wide as the page; the names of the rows stand left of it, in its margin."""
     buckets = list(dict.fromkeys(request.bucket for request in step.requests))
     bottom = ROW * (1 + len(buckets))
-    title = f"step {step.step} on rank {step.rank}: {duration(step.end_s)}, of them "
-    title += f"{duration(_exposed(step))} exposed"
-    svg = drawing(title, width="100%", height=str(bottom + AXIS_ROOM), **{"class": "timeline"})
+    title = f"step {step.step} on rank {step.rank}: {duration(step.end_s)}, "
+    title += f"of which {duration(_exposed(step))} exposed"
+    svg = drawing(title, width="100%", height=str(bottom + AXIS_HEIGHT), **{"class": "timeline"})
     axis = linear([seconds], "s", from_zero=True)
     for value, text in axis.ticks(6):
-        place = _percent(axis.at(value))
+        x = _percent(axis.at(value))
         anchor = "start" if value == 0 else "end" if axis.at(value) > 0.98 else "middle"
-        part(svg, "line", x1=place, x2=place, y1=0, y2=bottom, style="grid")
-        part(svg, "text", text, x=place, y=bottom + 15, text_anchor=anchor, style="tick")
+        part(svg, "line", x1=x, x2=x, y1=0, y2=bottom, style="grid")
+        part(svg, "text", text, x=x, y=bottom + 15, text_anchor=anchor, style="tick")
     _name(svg, "compute", 0)
     _piece(svg, 0, 0.0, step.backward_s, axis.high, "compute")
     _piece(svg, 0, step.backward_s, _exposed(step), axis.high, "exposed")
@@ -48,12 +48,12 @@ def _exposed(step: RankStep) -> float:
 
 
 def _end(request: Request) -> float:
-    return request.start_s + sum(request.segments.values())
+    return request.start_s + sum(request.seconds.values())
 
 
 def _request(svg: Node, row: int, request: Request, seconds: float) -> None:
     group = part(svg, "g")
-    spent = ", ".join(f"{phase} {duration(value)}" for phase, value in request.segments.items())
+    spent = ", ".join(f"{phase} {duration(value)}" for phase, value in request.seconds.items())
     part(
         group,
         "title",
@@ -61,16 +61,16 @@ def _request(svg: Node, row: int, request: Request, seconds: float) -> None:
         f"{byte_size(request.payload_bytes)}; {spent}",
     )
     start = request.start_s
-    for phase, value in request.segments.items():
+    for phase, value in request.seconds.items():
         _piece(group, row, start, value, seconds, phase)
         start += value
 
 
 def _piece(parent: Node, row: int, start: float, size: float, seconds: float, style: str) -> None:
     if size > 0:
-        place = {"x": _percent(start / seconds), "width": _percent(size / seconds)}
-        height = WAITING if style == "queued" else THICKNESS
-        part(parent, "rect", y=ROW * row + (ROW - height) / 2, height=height, style=style, **place)
+        extent = {"x": _percent(start / seconds), "width": _percent(size / seconds)}
+        height = QUEUED_THICKNESS if style == "queued" else THICKNESS
+        part(parent, "rect", y=ROW * row + (ROW - height) / 2, height=height, style=style, **extent)
 
 
 def _name(svg: Node, text: str, row: int) -> None:

@@ -1,4 +1,4 @@
-"""What the page shows of a train document: one table, and the loss against steps, bytes and seconds."""
+"""The page's section on a train document: one table, and the loss against steps, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from .arms import Arm
-from .axis import Axis, linear, spent
-from .chart import Line, Place, line_chart
+from .arm_styles import ArmStyle
+from .axis import Axis, linear, spending
+from .chart import Line, Vertex, line_chart
 from .documents import FAILED, Point, Train, TrainResult
-from .figures import byte_size, plain, seconds_column, signed
+from .number_format import byte_size, plain, seconds_column, signed
 from .table import Table, status_row
 
 Curve = Sequence[Point]
@@ -20,7 +20,7 @@ Curve = Sequence[Point]
 class Chart:
     title: str
     svg: str
-    missing: Sequence[Arm]  # in the legend, but without a line that this chart could show
+    missing: Sequence[ArmStyle]  # in the legend, but without a line in this chart
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class TrainSection:
     seeds: int
     table: Table
     charts: Sequence[Chart]
-    legend: Sequence[Arm]
+    legend: Sequence[ArmStyle]
     cut_off: bool
 
 
-def train_section(train: Train, arms: Mapping[str, Arm]) -> TrainSection:
+def train_section(train: Train, arms: Mapping[str, ArmStyle]) -> TrainSection:
     drawn = [result for result in train.results if result.status not in FAILED and any(result.seeds)]
     curves = {result.arm: [seed for seed in result.seeds if seed] for result in drawn}
     means = {name: mean_curve(seeds) for name, seeds in curves.items()}
@@ -49,7 +49,7 @@ def train_section(train: Train, arms: Mapping[str, Arm]) -> TrainSection:
         ("seconds", "training time", "s", lambda point: point.seconds),
     ):
         lines = [
-            Line(arms[name], _places(means[name], spent_at), [_places(seed, spent_at) for seed in seeds])
+            Line(arms[name], _vertices(means[name], spent_at), [_vertices(seed, spent_at) for seed in seeds])
             for name, seeds in curves.items()
         ]
         charts.append(_chart(f"Loss against {what}", x_title, unit, lines, loss_axis, train.target))
@@ -70,7 +70,7 @@ def train_section(train: Train, arms: Mapping[str, Arm]) -> TrainSection:
 def mean_curve(seeds: Sequence[Curve]) -> list[Point]:
     """The mean over seeds at every step that all of them reached.
 
-    Where one seed has no loss the mean has none: a mean of the survivors would flatter the arm.
+    If one seed has no loss at a step, the mean has none: a mean of the others would flatter the arm.
     """
     by_step = [{point.step: point for point in seed} for seed in seeds]
     mean = []
@@ -93,7 +93,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _loss_axis(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tuple[Axis, bool]:
-    """Holds all losses, but not far above where training began: there a diverging arm is cut off."""
+    """An axis for all losses up to a little above the first ones; a diverging arm is clipped there."""
     losses = [point.loss for seeds in curves.values() for seed in seeds for point in seed]
     known = [loss for loss in losses if loss is not None]
     starts = [seed[0].loss for seeds in curves.values() for seed in seeds if seed[0].loss is not None]
@@ -106,44 +106,43 @@ def _loss_axis(curves: Mapping[str, Sequence[Curve]], target: float | None) -> t
     return linear(shown), len(shown) < len(known)
 
 
-def _places(curve: Curve, spent_at: Callable[[Point], float | None]) -> list[Place]:
-    placed = [(spent_at(point), point.loss) for point in curve]
-    return [(across, loss) for across, loss in placed if across is not None]
+def _vertices(curve: Curve, spent_at: Callable[[Point], float | None]) -> list[Vertex]:
+    pairs = [(spent_at(point), point.loss) for point in curve]
+    return [(across, loss) for across, loss in pairs if across is not None]
 
 
 def _chart(
     title: str, x_title: str, unit: str, lines: Sequence[Line], y: Axis, target: float | None
 ) -> Chart:
-    reached = [[across for across, _ in places] for line in lines for places in (line.mean, *line.seeds)]
-    ends = [max(places) for places in reached if places]
-    starts = [min(place for place in places if place > 0) for places in reached if any(p > 0 for p in places)]
-    x = spent(ends, starts, unit)
+    reached = [[across for across, _ in vertices] for line in lines for vertices in (line.mean, *line.seeds)]
+    ends = [max(spent) for spent in reached if spent]
+    starts = [min(x for x in spent if x > 0) for spent in reached if any(x > 0 for x in spent)]
+    x = spending(ends, starts, unit)
     missing = [
         line.arm
         for line in lines
         if not any(
             loss is not None and x.shows(across)
-            for places in (line.mean, *line.seeds)
-            for across, loss in places
+            for vertices in (line.mean, *line.seeds)
+            for across, loss in vertices
         )
     ]
     scale = ", log scale" if x.logarithmic else ""
     return Chart(title, line_chart(title, x, y, x_title + scale, lines, target), missing)
 
 
-def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, Arm]) -> Table:
-    step_unit, step_times = seconds_column(result.figures["seconds_per_step"] for result in results)
-    target_unit, target_times = seconds_column(result.figures["to_target_s"] for result in results)
+def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, ArmStyle]) -> Table:
+    step_unit, step_times = seconds_column(result.seconds_per_step for result in results)
+    target_unit, target_times = seconds_column(result.to_target_s for result in results)
     rows = []
     for at, result in enumerate(results):
-        figures = result.figures
         cells = [
-            plain(figures["final_loss"], 4),
-            signed(figures["gap"], figures["gap_interval"]),
-            byte_size(figures["bytes_per_step"]),
+            plain(result.final_loss, 4),
+            signed(result.gap, result.gap_interval),
+            byte_size(result.bytes_per_step),
             step_times[at],
             target_times[at],
-            byte_size(figures["to_target_bytes"]),
+            byte_size(result.to_target_bytes),
         ]
         rows.append(status_row(arms[result.arm], result.status, result.detail, cells))
     headings = [f"final loss, {unit}" if unit else "final loss", "gap to dense", "sent per step"]

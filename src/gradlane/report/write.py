@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from .._version import __version__
 from ..errors import InvalidValue
-from .arms import assign
+from .arm_styles import ArmStyle, assign
 from .bench_section import BenchSection, bench_section
-from .documents import PHASES, Bench, Origin, Train
-from .figures import moment, setting
-from .read import load
+from .documents import PHASES, Bench, Train
+from .number_format import moment, setting
+from .read import document_of, load
 from .train_section import TrainSection, train_section
 
 ENDINGS = {
     "complete": "complete: every arm was run",
-    "budget": "stopped at its time budget: what was not done by then is missing",
-    "interrupted": "interrupted: what was not done by then is missing",
+    "budget": "stopped at its time budget: later steps are missing",
+    "interrupted": "interrupted: later steps are missing",
 }
 
 
@@ -29,8 +30,10 @@ class Section:
 
     anchor: str
     heading: str
-    origin: Origin
+    file: str
     when: str
+    command: str
+    ended: str
     ending: str
     made: Sequence[tuple[str, str]]
     settings: Sequence[tuple[str, str]]
@@ -39,7 +42,7 @@ class Section:
 
 
 def write_page(inputs: Sequence[Path], out: Path) -> None:
-    """Read all inputs, then write the page; nothing is written if one of them cannot be read."""
+    """Write the page of these files; nothing is written if one of them cannot be read."""
     if not inputs:
         raise InvalidValue("no input; give one or more files of `gradlane bench` or `gradlane train`")
     if not out.parent.is_dir():
@@ -48,12 +51,20 @@ def write_page(inputs: Sequence[Path], out: Path) -> None:
         )
     if any(out.exists() and path.exists() and out.samefile(path) for path in inputs):
         raise InvalidValue(f"{out} is an input and would be overwritten; choose another file for the page")
-    page = render([load(path) for path in inputs])
+    _write(out, render([(path.name, load(path)) for path in inputs]))
+
+
+def write_record_page(record: dict[str, Any], name: str, out: Path) -> None:
+    """Write the page of a record that is in memory; ``name`` is that of its file."""
+    _write(out, render([(name, document_of(record, name))]))
+
+
+def _write(out: Path, page: str) -> None:
     out.write_text(page, encoding="utf-8", errors="replace")  # JSON can hold half a surrogate pair
 
 
-def render(documents: Sequence[Bench | Train]) -> str:
-    """The page as text. It needs no other file and asks for none."""
+def render(files: Sequence[tuple[str, Bench | Train]]) -> str:
+    """The page of these documents, each with the name of its file, as text. It needs no other file."""
     from jinja2 import DictLoader, Environment, StrictUndefined
 
     folder = resources.files(__package__)
@@ -65,44 +76,45 @@ def render(documents: Sequence[Bench | Train]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    documents = [document for _, document in files]
     arms = assign(result.arm for document in documents for result in document.results)
-    sections = []
-    for at, document in enumerate(documents, start=1):
-        origin = document.origin
-        is_bench = isinstance(document, Bench)
-        subject = setting(origin.settings.get("model" if is_bench else "task"))
-        sections.append(
-            Section(
-                anchor=f"file-{at}",
-                heading=f"{'Time of a step' if is_bench else 'Training'}: {subject}",
-                origin=origin,
-                when=moment(origin.at),
-                ending=ENDINGS.get(origin.ended, origin.ended or "not known"),
-                made=[(key, setting(value)) for key, value in origin.made.items()],
-                settings=[(key, setting(value)) for key, value in origin.settings.items()],
-                bench=bench_section(document, arms) if isinstance(document, Bench) else None,
-                train=train_section(document, arms) if isinstance(document, Train) else None,
-            )
-        )
     return environment.get_template("page.html.jinja").render(
         version=__version__,
         sentence=" ".join(_sentence(document) for document in documents),
-        sections=sections,
+        sections=[_section(number, *file, arms) for number, file in enumerate(files, start=1)],
         phases=PHASES,
+    )
+
+
+def _section(number: int, file: str, document: Bench | Train, arms: Mapping[str, ArmStyle]) -> Section:
+    is_bench, made = isinstance(document, Bench), dict(document.made)
+    subject = setting(document.settings.get("model" if is_bench else "task"))
+    return Section(
+        anchor=f"file-{number}",
+        heading=f"{'Time of a step' if is_bench else 'Training'}: {subject}",
+        file=file,
+        when=moment(str(made.pop("at", ""))),
+        command=str(made.pop("command", "")),
+        ended=document.ended,
+        ending=ENDINGS.get(document.ended, document.ended or "not known"),
+        made=[(key, setting(value)) for key, value in made.items()],
+        settings=[(key, setting(value)) for key, value in document.settings.items()],
+        bench=bench_section(document, arms) if isinstance(document, Bench) else None,
+        train=train_section(document, arms) if isinstance(document, Train) else None,
     )
 
 
 def _sentence(document: Bench | Train) -> str:
     arms = _count(len({result.arm for result in document.results}), "arm")
     if isinstance(document, Bench):
-        links = list(dict.fromkeys(result.link.name for result in document.results))
+        links = list(dict.fromkeys(result.link for result in document.results))
         ranks = sorted({result.ranks for result in document.results})
         named = f"{_count(len(links), 'link')} ({', '.join(links)})" if len(links) > 1 else links[0]
         world = _count(ranks[0], "rank") if len(ranks) == 1 else f"{', '.join(map(str, ranks))} ranks"
         return f"One training step was timed for {arms} on {named}, with {world}."
     seeds = {len(result.seeds) for result in document.results if result.seeds}
     if not seeds:
-        return f"Training was tried for {arms} over {document.link.name}; none came to a curve."
+        return f"Training was started for {arms} over {document.link.name}; no arm reached an evaluation."
     most = f"{'up to ' if len(seeds) > 1 else ''}{_count(max(seeds), 'seed')} each"
     return f"Training was compared for {arms} over {document.link.name}, with {most}."
 

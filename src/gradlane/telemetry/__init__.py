@@ -1,1 +1,1 @@
-"""What the lanes did, in figures. Reads events, never lanes."""
+"""Metrics and recordings of what the lanes did. It reads events, never lanes."""

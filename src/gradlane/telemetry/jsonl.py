@@ -1,4 +1,4 @@
-"""Every request and every step as a line of JSON. The format is specified in docs/telemetry.md."""
+"""Writes every request and every step as a line of JSON. docs/telemetry.md specifies the format."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FLUSH_SECONDS = 1.0
 
 
 class JsonLines(Sink):
-    """Writes ``path``, where ``{rank}`` stands for the rank: one file for each.
+    """Writes one file for each rank; ``{rank}`` in ``path`` stands for the rank.
 
-    Telemetry must not end a training run: when the disk is full it warns, once, and stops writing.
+    A full disk does not end the training run: it logs one warning and stops writing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -63,7 +63,7 @@ class JsonLines(Sink):
         self._write([*lines, _step(times)])
 
     def close(self) -> None:
-        """Write what is left; an attachment does this when it closes."""
+        """Write the remaining events. An attachment calls it when it closes."""
         if self._file is not None:
             self._write([line for event in self._events for line in self._lines(event)])
             self._end()
@@ -85,7 +85,7 @@ class JsonLines(Sink):
                 self._file.flush()
                 self._flushed = time.monotonic()
         except OSError as error:
-            log.warning("%s: %s; no more telemetry is written there", self.path, error)
+            log.warning("%s: %s; telemetry stops writing there", self.path, error)
             self._end()
 
     def _end(self) -> None:

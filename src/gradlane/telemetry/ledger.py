@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts of one attachment, as one flat dict for any logger."""
+"""Counts bytes, seconds and steps of one attachment, as one flat dict for any logger."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Figures = dict[str, "Tensor | float"]
 
 COUNTED = (
     "steps",
-    "skipped",  # of them; see ``nonfinite`` of ``attach``
+    "skipped",  # steps; see ``nonfinite`` of ``attach``
     "collectives",
     "bytes_raw",
     "bytes_payload",
     "bytes_wire",
-    "bytes_dense",  # what plain all-reduces of the same gradients would have sent
+    "bytes_dense",  # that plain all-reduces of the same gradients would send
     "seconds",
     "queued_seconds",
     "encode_seconds",
@@ -40,22 +40,22 @@ SQUARE = "_square"
 
 
 class Ledger:
-    """Adds up what a lane reports; one lane writes, anybody may read."""
+    """Sums what a lane reports. One lane writes; any thread may read."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = observers
         self._sinks = [observer for observer in observers if isinstance(observer, Sink)]
         self._totals: Figures = dict.fromkeys(COUNTED, 0)
-        self._before: Figures = dict(self._totals)  # the totals when the last step began
+        self._before: Figures = dict(self._totals)  # totals at the begin of the last step
         self._step: Figures = dict(self._totals)  # what the last step added
-        self._unfinished = False  # a whole step came in, and nobody has said that it ended
+        self._unfinished = False  # all buckets of a step came in, and step_ended was not called
         self._lock = threading.Lock()
 
     @contextmanager
     def opening(self, run: RunInfo) -> Iterator[str]:
-        """Opens the sinks; for the ranks to compare, "ready" or what is wrong here.
+        """Open the sinks. It yields "ready", or the error here, for the ranks to compare.
 
-        The error itself is raised at the end, when the other ranks know.
+        The error is raised at the end, when the other ranks know of it.
         """
         try:
             for sink in self._sinks:
@@ -63,7 +63,7 @@ class Ledger:
         except (OSError, GradlaneError) as error:
             self.close()
             if run.world > 1:
-                with suppress(RanksDisagree):  # which it is, because the rank is in it
+                with suppress(RanksDisagree):  # the notes differ, because the rank is in them
                     yield f"rank {run.rank}: {type(error).__name__}: {error}"
             raise
         try:
@@ -90,22 +90,22 @@ class Ledger:
             observer(event)
 
     def on_note(self, bucket: Bucket, note: Note) -> None:
-        with self._lock:  # the hook's thread and the lane's may both have something to note
+        with self._lock:  # the hook's thread and the lane's thread may call it at the same time
             for name, value in note.figures.items():
-                kept = value.detach() if isinstance(value, Tensor) else value
-                self._totals[name] = self._totals.get(name, 0) + kept
+                amount = value.detach() if isinstance(value, Tensor) else value
+                self._totals[name] = self._totals.get(name, 0) + amount
 
     def gradient(self, raw_bytes: int, dense_wire_bytes: int, last: bool) -> None:
-        """A bucket came in: its own size, and what a plain all-reduce of it would send."""
+        """Count a bucket: its size, and the bytes that a plain all-reduce of it would send."""
         if self._unfinished:
-            self._close_step()  # a joined rank has no backward that would end its steps
+            self._close_step()  # a rank in join() has no backward that ends its steps
         self._unfinished = last
         self._totals["bytes_raw"] += raw_bytes
         self._totals["bytes_dense"] += dense_wire_bytes
         self._totals["steps"] += last
 
     def skipped(self) -> None:
-        """The step that is about to end does not count."""
+        """Count the step that is about to end as skipped."""
         self._totals["skipped"] += 1
 
     def step_ended(self, times: StepTimes) -> None:
@@ -113,16 +113,16 @@ class Ledger:
         self._close_step()
         for sink in self._sinks:
             if sink in self._observers:
-                self._tell(sink, times)
+                self._notify(sink, times)
 
-    def _tell(self, sink: Sink, times: StepTimes) -> None:
-        """The step has been taken, by all ranks: it is too late to fail together, and a rank that raised
-        alone would leave the others waiting."""
+    def _notify(self, sink: Sink, times: StepTimes) -> None:
+        """An error is only logged. All ranks have done the step: if one raised now, the others would wait for
+        it in the next."""
         try:
             sink.step_ended(times)
-        except Exception:  # noqa: BLE001  a user's code, that may raise anything
+        except Exception:  # noqa: BLE001  user code may raise anything
             self._observers = [observer for observer in self._observers if observer is not sink]
-            log.exception("%r raised at the end of step %d; it hears no more", sink, times.step)
+            log.exception("%r raised at the end of step %d; it gets no more events", sink, times.step)
 
     def _close_step(self) -> None:
         totals = dict(self._totals)
@@ -131,8 +131,8 @@ class Ledger:
         self._unfinished = False
 
     def metrics(self) -> dict[str, float]:
-        """Totals as ``comm/name``, what the last whole step added as ``comm/step/name``."""
-        return {**_shown(self._totals, "comm/"), **_shown(self._step, "comm/step/"), **self._gauges()}
+        """Totals as ``comm/name``; what the last complete step added as ``comm/step/name``."""
+        return {**_named(self._totals, "comm/"), **_named(self._step, "comm/step/"), **self._gauges()}
 
     def _gauges(self) -> dict[str, float]:
         found = {
@@ -143,7 +143,7 @@ class Ledger:
         return {f"comm/{name}": value for name, value in (GAUGES | found).items()}
 
 
-def _shown(figures: Figures, prefix: str) -> dict[str, float]:
+def _named(figures: Figures, prefix: str) -> dict[str, float]:
     shown = {
         name: float(value) if isinstance(value, Tensor) else value
         for name, value in figures.items()

@@ -1,4 +1,4 @@
-"""Who listens to an attachment."""
+"""Observers and sinks: the listeners of an attachment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Observer = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink may want to know before the first event."""
+    """What a sink knows of a run before the first event."""
 
     rank: int
     world: int
@@ -21,30 +21,30 @@ class RunInfo:
 
 
 class Sink:
-    """An observer that also hears of steps, and has an end. Every method may stay as it is."""
+    """An observer that also gets steps and is closed at the end. Override what you need."""
 
     def opened(self, run: RunInfo) -> None:
-        """At ``attach``, before the first event."""
+        """Called by ``attach``, before the first event."""
 
     def __call__(self, event: Event) -> None:
-        """For every request, on the lane's thread: keep it short, format later. If it raises, the step fails
-        on all ranks."""
+        """Called for every request, on the lane's thread: keep it short, format later. If it raises, the step
+        fails on all ranks."""
 
     def step_ended(self, times: StepTimes) -> None:
-        """At the end of every backward, on the thread that called it, when the lane is idle. All ranks have
-        taken the step: if this raises it is logged, and the sink hears no more."""
+        """Called at the end of every backward, on its thread, when the lane is idle. All ranks have done the
+        step: an error is logged, and the sink gets no more events."""
 
     def close(self) -> None:
-        """When the attachment is closed. Twice is fine."""
+        """Called when the attachment is closed; perhaps twice."""
 
 
-def observers_of(given: Observer | Iterable[Observer] | None) -> tuple[Observer, ...]:
+def observers_of(observer: Observer | Iterable[Observer] | None) -> tuple[Observer, ...]:
     """One observer, several, or none."""
-    found = () if given is None else (given,) if callable(given) else tuple(given)
-    for observer in found:
-        if not callable(observer):
+    found = () if observer is None else (observer,) if callable(observer) else tuple(observer)
+    for one in found:
+        if not callable(one):
             raise WrongType(
-                f"observer {observer!r} cannot be called; pass a function of one Event, "
+                f"observer {one!r} cannot be called; pass a function of one Event, "
                 "a sink such as gradlane.JsonLines(path), or a list of them"
             )
     return found

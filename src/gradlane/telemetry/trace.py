@@ -1,4 +1,4 @@
-"""A Chrome trace (chrome://tracing, ui.perfetto.dev) from JSON lines, all ranks in one picture."""
+"""A Chrome trace (chrome://tracing, ui.perfetto.dev) of all ranks, from the files of ``JsonLines``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Line = dict[str, Any]
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines that ``JsonLines`` wrote. A last line that was cut off is left out."""
+    """The lines that ``JsonLines`` wrote, without an incomplete last line."""
     lines: list[Line] = []
     texts = path.read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(texts, 1):
@@ -24,7 +24,7 @@ def read_lines(path: Path) -> list[Line]:
             lines.append(json.loads(text))
         except json.JSONDecodeError as error:
             if number == len(texts) and lines:
-                break  # the run was killed while it wrote
+                break  # the run was killed during a write
             raise InvalidValue(
                 f"{path}, line {number} is not JSON: {error}; pass files of JsonLines"
             ) from None
@@ -38,8 +38,8 @@ def read_lines(path: Path) -> list[Line]:
 def chrome_trace(runs: Sequence[Sequence[Line]], steps: range | None = None) -> dict[str, Any]:
     """One process per rank, in it one track for backward and one per bucket.
 
-    The clocks of different machines are brought together by their wall clocks, so as well as those
-    agree; ranks on one machine share a clock.
+    Ranks on one machine share a clock. Those of different machines are aligned by their wall clocks, as
+    exactly as these agree.
     """
     events: list[Line] = []
     for lines in runs:
@@ -75,23 +75,23 @@ def _named(what: str, rank: int, track: int, name: str) -> Line:
 
 def _request(line: Line, rank: int, clock: float) -> Iterable[Line]:
     start = line["began"]
-    told = {key: line[key] for key in ("step", "phase", "payload_bytes", "wire_bytes")}
+    details = {key: line[key] for key in ("step", "phase", "payload_bytes", "wire_bytes")}
     for part in PARTS:
         seconds = line[f"{part}_s"]
         name = line["kind"] if part == "collective" else part
         if seconds:
-            yield _span(name, rank, line["bucket"] + 1, clock + start, seconds, told)
+            yield _span(name, rank, line["bucket"] + 1, clock + start, seconds, details)
         start += seconds
 
 
 def _step(line: Line, rank: int, clock: float) -> Iterable[Line]:
     ready, computed, ended = line["ready"], line["computed"], line["ended"]
-    told = {"step": line["step"]}
+    details = {"step": line["step"]}
     name = f"step {line['step']}: backward, from the first bucket on"
-    yield _span(name, rank, BACKWARD_TRACK, clock + ready, computed - ready, told)
-    yield _span("exposed", rank, BACKWARD_TRACK, clock + computed, ended - computed, told)
+    yield _span(name, rank, BACKWARD_TRACK, clock + ready, computed - ready, details)
+    yield _span("exposed", rank, BACKWARD_TRACK, clock + computed, ended - computed, details)
 
 
-def _span(name: str, rank: int, track: int, start: float, seconds: float, told: Line) -> Line:
+def _span(name: str, rank: int, track: int, start: float, seconds: float, details: Line) -> Line:
     ts, dur = start * 1e6, seconds * 1e6  # microseconds
-    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": ts, "dur": dur, "args": told}
+    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": ts, "dur": dur, "args": details}

@@ -1,4 +1,4 @@
-"""A language model over bytes and the text it learns: the standard library's own source."""
+"""A language model over bytes, and its text: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import InvalidValue
 CONTEXT = 64
 HEADS = 4  # of attention, whatever the width
 TEXT_BYTES = 4_000_000
-LEAST_BYTES = 200_000  # less is no text to learn from
+LEAST_BYTES = 200_000  # less is not enough to learn from
 HELD_OUT = 0.1  # of the text, at its end
-WINDOWS = 128  # of the held-out part, evenly spaced, make the loss
+WINDOWS = 128  # in the held-out part, evenly spaced
 
 Rows = tuple[Tensor, Tensor]  # inputs, and the bytes that follow them
 
@@ -38,20 +38,20 @@ def library_source(limit: int = TEXT_BYTES) -> Tensor:
 
 
 def parted(text: Tensor) -> tuple[Tensor, Tensor]:
-    """What is trained on, and the end of the text, which never is."""
+    """The part for training, and the held-out end of the text."""
     cut = round(len(text) * (1 - HELD_OUT))
     return text[:cut], text[cut:]
 
 
 def drawn(text: Tensor, size: int, generator: Generator) -> Rows:
-    """``size`` rows from anywhere in the text."""
+    """``size`` rows from random positions in the text."""
     return _rows(text, torch.randint(len(text) - CONTEXT, (size,), generator=generator))
 
 
 def held_out_rows(trained: Tensor, held_out: Tensor, windows: int = WINDOWS) -> Rows:
-    """Evenly spaced windows of the held-out part, without those that the trained part has word for word.
+    """Evenly spaced windows of the held-out part, without those that also occur in the trained part.
 
-    The library repeats itself: a held-out line that was learned by heart would flatter every arm.
+    The library repeats itself: a window that occurs in both would measure memory, not learning.
     """
     last = len(held_out) - CONTEXT - 1
     starts = torch.linspace(0, last, windows).long()
@@ -71,7 +71,7 @@ class ByteModel(nn.Module):
     def __init__(self, width: int, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        self.place = nn.Parameter(torch.zeros(CONTEXT, width))
+        self.place = nn.Parameter(torch.zeros(CONTEXT, width))  # a new name would change seeds of strategies
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, HEADS, 4 * width, dropout=0.0, batch_first=True, norm_first=True

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 pixels, as scikit-learn brings them, and a small network that reads them."""
+"""The handwritten digits of scikit-learn, 8 x 8 pixels, and a small network that classifies them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Images = tuple[Tensor, Tensor]  # pixels and labels
 
 
 def digits() -> tuple[Images, Images]:
-    """The images to train on, and those held out."""
+    """The images for training, and the held-out ones."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:

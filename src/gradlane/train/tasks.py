@@ -1,4 +1,4 @@
-"""What is trained: data, a held-out part of it, and a model whose output is the loss."""
+"""The tasks of ``gradlane train``: data, a held-out part of it, and a model that returns the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """``model()(*batch)`` is a loss in nats; ``nats`` of them are one ``unit``."""
+    """``model()(*batch)`` is a loss in nats. ``nats`` nats are one ``unit``."""
 
     name: str
     unit: str
@@ -32,17 +32,17 @@ class Task:
     held_out: Batch
 
     def start(self, seed: int) -> nn.Module:
-        """The model with the weights from which every arm of this seed begins."""
+        """The model with the first weights of every arm with this seed."""
         torch.manual_seed(seed)
         return self.model()
 
     def batch(self, size: int, seed: int, rank: int, step: int) -> Batch:
-        """A function of its arguments and of nothing else, so all arms see the same data."""
-        where = blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
-        return self.draw(size, Generator().manual_seed(int.from_bytes(where, "little") >> 1))
+        """Depends on its arguments only, so that all arms see the same data."""
+        digest = blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
+        return self.draw(size, Generator().manual_seed(int.from_bytes(digest, "little") >> 1))
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """In ``unit``, over all of the held-out part."""
+        """The mean over the held-out part, in ``unit``."""
         inputs, targets = self.held_out
         parts = [slice(at, at + EVALUATED_AT_ONCE) for at in range(0, len(inputs), EVALUATED_AT_ONCE)]
         with torch.no_grad():
@@ -75,8 +75,8 @@ def digits_task(width: int) -> Task:
 
 
 TASKS: dict[str, Callable[[int], Task]] = {"bytes": bytes_task, "digits": digits_task}
-BATCHES = {"bytes": 8, "digits": 32}  # of one rank, where none is asked for
-WIDTHS = {"bytes": 64, "digits": 128}  # of the model's layers, likewise
+BATCHES = {"bytes": 8, "digits": 32}  # default batch size of a rank
+WIDTHS = {"bytes": 64, "digits": 128}  # default width of the model's layers
 MOST_WIDTH = 4096
 
 
@@ -88,6 +88,6 @@ def check_task(name: str) -> None:
 def check_width(width: int) -> None:
     if width % bytemodel.HEADS or not bytemodel.HEADS <= width <= MOST_WIDTH:
         raise InvalidValue(
-            f"width={width} is no width of the models here; use a multiple of {bytemodel.HEADS} from "
+            f"width={width} is not a width of these models; use a multiple of {bytemodel.HEADS} from "
             f"{bytemodel.HEADS} to {MOST_WIDTH}"
         )

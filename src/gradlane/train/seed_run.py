@@ -1,4 +1,4 @@
-"""What one arm did with one seed: its evaluations, and what it had spent by then."""
+"""The record of one arm with one seed: its evaluations, and the bytes and seconds spent until each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..bench.crew import ArmFailed
-from .worker import Trained
+from ..bench.arm_processes import ArmFailed
+from .train_rank import Trained
 
 FAILED = ("crashed", "hung")
 
 
 @dataclass
-class Run:
-    """``status`` is "partial" until the last step is evaluated. A loss that is no number is None."""
+class SeedRun:
+    """``status`` is "partial" until the last step is evaluated. A loss that is not finite is None."""
 
     seed: int
     status: str = "partial"
@@ -27,38 +27,38 @@ class Run:
     step_seconds: list[float] = field(default_factory=list)
     sent_bytes: int = 0  # by rank 0, up to now
 
-    def trained(self, step: int, samples: Sequence[Trained]) -> None:
-        """Step ``step``, counted from 0, on all ranks."""
+    def add_step(self, step: int, samples: Sequence[Trained]) -> None:
+        """Record step ``step``, counted from 0, with the samples of all ranks."""
         last, first = max(sample.end for sample in samples), min(sample.start for sample in samples)
         self.step_seconds.append(last - first)
         self.sent_bytes = samples[0].sent_bytes
         if not all(math.isfinite(sample.loss) for sample in samples):
-            self._diverged(f"the training loss is no finite number in step {step}")
+            self._mark_diverged(f"the training loss is not finite in step {step}")
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """After ``step`` steps."""
+    def add_evaluation(self, step: int, loss: float) -> None:
+        """Record an evaluation after ``step`` steps."""
         self.steps.append(step)
         self.loss.append(loss if math.isfinite(loss) else None)
         self.bytes.append(self.sent_bytes)
         self.seconds.append(sum(self.step_seconds))
         if not math.isfinite(loss):
-            self._diverged(f"the held-out loss is no finite number after {step} steps")
+            self._mark_diverged(f"the held-out loss is not finite after {step} steps")
 
-    def complete(self) -> None:
+    def mark_complete(self) -> None:
         if self.status == "partial":
             self.status = "ok"
 
-    def failed(self, failure: ArmFailed) -> None:
+    def mark_failed(self, failure: ArmFailed) -> None:
         self.status, self.detail = failure.status, str(failure)
 
-    def at(self, step: int) -> float | None:
-        """The loss of the evaluation after ``step`` steps, which must be there."""
+    def loss_at(self, step: int) -> float | None:
+        """The loss after ``step`` steps, at which there must be an evaluation."""
         return self.loss[self.steps.index(step)]
 
     def as_json(self) -> dict[str, Any]:
-        kept = ("seed", "status", "detail", "steps", "loss", "bytes", "seconds")
-        return {name: getattr(self, name) for name in kept}
+        names = ("seed", "status", "detail", "steps", "loss", "bytes", "seconds")
+        return {name: getattr(self, name) for name in names}
 
-    def _diverged(self, detail: str) -> None:
-        if self.status == "partial":  # the first time is the one to tell
+    def _mark_diverged(self, detail: str) -> None:
+        if self.status == "partial":  # keep the first
             self.status, self.detail = "diverged", detail

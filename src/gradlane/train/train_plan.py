@@ -1,4 +1,4 @@
-"""What to train, checked before anything starts."""
+"""What ``gradlane train`` trains, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from dataclasses import dataclass, field
 
 from ..bench.arms import DDP, check_arm
+from ..bench.emulation import MOST_HOSTS
 from ..bench.link import Link
-from ..bench.network import MOST_HOSTS
 from ..errors import InvalidValue
 from .tasks import BATCHES, WIDTHS, check_task, check_width
 
-RATES = {"sgd": 0.1, "adam": 3e-3}  # of learning, where none is asked for
+RATES = {"sgd": 0.1, "adam": 3e-3}  # default learning rates
 MOST_SEEDS = 30
-EVALUATIONS = 20  # of a run, besides the one before its first step
+EVALUATIONS = 20  # per run, besides the one before its first step
 LONGEST = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Options of a run. None takes the default of the task or of the optimizer."""
+class TrainPlan:
+    """Options of a run. None stands for the default of the task or of the optimizer."""
 
     task: str = "bytes"
     arms: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Plan:
         if self.steps < 1:
             raise InvalidValue(f"steps={self.steps} trains nothing; use 1 or more")
         if self.ranks < 2:
-            raise InvalidValue(f"ranks={self.ranks} has nobody to talk to; use 2 or more")
+            raise InvalidValue(f"ranks={self.ranks} has no peer to exchange gradients with; use 2 or more")
         if self.ranks > MOST_HOSTS:
             raise InvalidValue(f"ranks={self.ranks} are too many for one machine; use 2 to {MOST_HOSTS}")
         if not 1 <= self.seeds <= MOST_SEEDS:
@@ -55,19 +55,19 @@ class Plan:
         if self.batch_size < 1:
             raise InvalidValue(f"batch={self.batch} holds nothing; use 1 or more")
         if self.interval < 1:
-            raise InvalidValue(f"every={self.every} is no number of steps; use 1 or more")
+            raise InvalidValue(f"every={self.every} is not a number of steps; use 1 or more")
         if self.target is not None and not math.isfinite(self.target):
-            raise InvalidValue(f"target={self.target} is no loss; use a finite number")
+            raise InvalidValue(f"target={self.target} is not a loss; use a finite number")
         if not 0 < self.budget <= LONGEST:
             raise InvalidValue(
-                f"budget={self.budget:g} is no time to train; use seconds, above 0 to {LONGEST:g}"
+                f"budget={self.budget:g} is not a time to train; use seconds, above 0 to {LONGEST:g}"
             )
         for arm in self.arms:
             check_arm(arm)
 
     @property
     def all_arms(self) -> tuple[str, ...]:
-        """Dense first: every other arm is compared with it. None twice."""
+        """DDP without a hook first: every other arm is compared with it. No arm appears twice."""
         return tuple(dict.fromkeys((DDP, *self.arms)))
 
     @property

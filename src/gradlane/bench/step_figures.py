@@ -1,4 +1,4 @@
-"""From samples to the figures of an arm."""
+"""The figures of an arm, from its samples."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from statistics import fmean, median
 from typing import Any
 
 from ..core.events import Event
+from .bench_rank import Sample
 from .link import Link, framed_bytes
-from .sample import Sample
 
-Step = Sequence[Sample]  # one of each rank
+Step = Sequence[Sample]  # one for each rank
 PHASES = ("encode", "queued", "collective", "decode")
 NO_FIGURES: dict[str, Any] = dict.fromkeys(
     (
@@ -37,7 +37,7 @@ def wall(step: Step) -> float:
 
 
 def figures_of(steps: Sequence[Step], emulated: bool) -> dict[str, Any]:
-    """What one arm did, by itself."""
+    """The figures of one arm, without comparison."""
     if not steps:
         return {"steps": 0, "steps_s": [], **NO_FIGURES}
     seconds = [wall(step) for step in steps]
@@ -48,7 +48,7 @@ def figures_of(steps: Sequence[Step], emulated: bool) -> dict[str, Any]:
         if not emulated:
             counted /= len(steps[0])  # all ranks share the loopback interface
     typical = min(steps, key=lambda step: abs(wall(step) - median(seconds)))
-    told = any(sample.events for step in steps for sample in step)
+    recorded = any(sample.events for step in steps for sample in step)
     return {
         **NO_FIGURES,
         "steps": len(steps),
@@ -60,9 +60,9 @@ def figures_of(steps: Sequence[Step], emulated: bool) -> dict[str, Any]:
         "framed_bytes": round(framed_bytes(ledger)),
         "interface_bytes": None if counted is None else round(counted),
         "steps_s": [round(value, 6) for value in seconds],
-        "phases": _phases(steps) if told else None,
+        "phases": _phases(steps) if recorded else None,
         "timeline": [_timeline(rank, sample, typical) for rank, sample in enumerate(typical)]
-        if told
+        if recorded
         else None,
     }
 
@@ -70,16 +70,16 @@ def figures_of(steps: Sequence[Step], emulated: bool) -> dict[str, Any]:
 def compared(
     row: dict[str, Any], link: Link, base: dict[str, Any] | None, compute: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The same, against DDP without a hook and against what compute and link allow."""
-    mine = row["median_s"]
-    if mine is None:
+    """Add the comparison with DDP without a hook, and with the least time that compute and link allow."""
+    median_s = row["median_s"]
+    if median_s is None:
         return row
     if base is not None and base["median_s"] is not None:
-        row["speedup"] = base["median_s"] / mine
+        row["speedup"] = base["median_s"] / median_s
         row["ratio"] = base["ledger_bytes"] / row["ledger_bytes"] if row["ledger_bytes"] else None
     if compute is not None and compute["median_s"] is not None:
         row["limit_s"] = max(compute["median_s"], link.seconds(row["ledger_bytes"]))
-        row["of_limit"] = row["limit_s"] / mine
+        row["of_limit"] = row["limit_s"] / median_s
     return row
 
 
@@ -88,7 +88,7 @@ def _mean(steps: Sequence[Step], figure: Callable[[Sample], float]) -> float:
 
 
 def _phases(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds in a step, of one rank."""
+    """Seconds per step and rank in each phase."""
     count = sum(len(step) for step in steps)
     totals = dict.fromkeys(PHASES, 0.0)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Numbers as the page shows them; what was not taken is a dash."""
+"""Numbers as text, for pages and tables; None is a dash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain(value: float | None, digits: int = 3) -> str:
 
 
 def scaled(value: float | None, units: tuple[str, ...], digits: int = 3) -> str:
-    """With the largest of the units, each a thousand of the one before, that keeps it at 1 or more."""
+    """In the largest unit that keeps the number at 1 or more; a unit is a thousand of the one before."""
     if value is None:
         return DASH
     at = 0
@@ -40,7 +40,7 @@ def byte_size(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None, digits: int = 3) -> str:
-    """With its own unit: for one figure in a sentence. In a column use `seconds_column`."""
+    """With the unit that fits it: for a single figure. In a column use ``seconds_column``."""
     if seconds is None:
         return DASH
     if abs(seconds) < 1:
@@ -53,7 +53,7 @@ def bit_rate(bits: float) -> str:
 
 
 def times(value: float | None) -> str:
-    """A factor, with two decimals where they tell something."""
+    """A factor, with two decimals below 10."""
     if value is None:
         return DASH
     return f"{value:.2f}\u00a0{TIMES}" if abs(value) < 10 else f"{plain(value)}\u00a0{TIMES}"
@@ -64,7 +64,7 @@ def share(value: float | None) -> str:
 
 
 def signed(value: float | None, around: float | None = None) -> str:
-    """A difference with its sign, and the half width of its interval where there is one."""
+    """A difference with its sign, and the half width of its interval if there is one."""
     if value is None:
         return DASH
     text = f"{value:+.3f}".replace("-", MINUS)
@@ -72,7 +72,7 @@ def signed(value: float | None, around: float | None = None) -> str:
 
 
 def seconds_column(values: Iterable[float | None]) -> tuple[str, list[str]]:
-    """One unit and one number of decimals for a whole column, so that its rows can be compared."""
+    """One unit and one number of decimals for a column, so that its rows can be compared."""
     values = list(values)
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     unit, factor = ("s", 1.0) if largest >= 1 else ("ms", 1e3)
@@ -81,7 +81,7 @@ def seconds_column(values: Iterable[float | None]) -> tuple[str, list[str]]:
 
 
 def moment(text: str) -> str:
-    """An ISO time as a reader writes it, in UTC; any other text as it is."""
+    """An ISO time in UTC as ``2026-11-15 23:10 UTC``; any other text unchanged."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
@@ -92,7 +92,7 @@ def moment(text: str) -> str:
 
 
 def setting(value: object) -> str:
-    """A value of a JSON document in words: lists with commas, yes and no, a dash for null."""
+    """A value of a JSON document as text: lists with commas, yes and no, a dash for null."""
     if value is None or value == "" or value == []:
         return DASH
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What the link between the ranks carries, measured with all-reduces on a lane."""
+"""Latency and rate of the link between the ranks, measured with all-reduces on a lane."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from ..telemetry.ledger import Ledger
 
 SMALL = 1  # elements
 FIRST, LARGEST = 1 << 16, 1 << 24  # elements: 256 KiB to 64 MiB
-LONG_ENOUGH = 0.25  # seconds of one all-reduce; a larger one would tell no more
+LONG_ENOUGH = 0.25  # seconds of one all-reduce; a longer one would not be more exact
 REPEATS = 3
-WIDTH, NARROW = 1024, 256  # of the matrix on which strategies are timed; the second on slow links
-PATIENCE = 0.5  # seconds of sending for that, with each strategy
+WIDTH, NARROW = 1024, 256  # of the matrix that times the strategies; NARROW on slow links
+SENDING_SECONDS = 0.5  # for timing one strategy
 MOST_REPEATS = 8
 TIMES_SMALL = 30
 TIMEOUT = 20.0
-TOGETHER = "start all ranks at the same time, with nothing else to do"
+TOGETHER = "start all ranks at the same time, on idle machines"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     ranks: int
     latency_s: float
-    """Of an all-reduce of 4 bytes."""
+    """Time of an all-reduce of 4 bytes."""
     bytes_per_s: float
-    """That each rank sends, and receives at the same time, in a large all-reduce."""
+    """Bytes that each rank sends, and receives at the same time, in a large all-reduce."""
     largest_bytes: int
     work_s: dict[str, float] = field(default_factory=dict)
-    """Of this machine's CPU, for each element, by strategy."""
+    """CPU time of this machine per element, by strategy."""
 
 
 @dataclass
@@ -54,36 +54,36 @@ class _Probe(Strategy):
         return Reduced(await all_reduce(bucket.flat, op=self.op, exact=True))
 
 
-def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) -> Measured:
-    """On all ranks of the group; a few seconds at most where the link carries 20 Mbit/s or more."""
+def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) -> MeasuredLink:
+    """Call it on all ranks of the group. It takes a few seconds on a link of 20 Mbit/s or more."""
     ledger = Ledger()
     opened = open_lane(
         group, device, ledger, {"version": __version__, "strategies": list(strategies)}, parameters=[],
         limit=Limit(TIMEOUT, TOGETHER), doing="doctor",
     )  # fmt: skip
     try:
-        latency, rate, largest = _carried(opened, device)
-        width = WIDTH if WIDTH * WIDTH * 4 / rate < PATIENCE else NARROW
-        repeats = min(MOST_REPEATS, 2 + int(rate * PATIENCE / (width * width * 4)))
+        latency, rate, largest = _latency_and_rate(opened, device)
+        width = WIDTH if WIDTH * WIDTH * 4 / rate < SENDING_SECONDS else NARROW
+        repeats = min(MOST_REPEATS, 2 + int(rate * SENDING_SECONDS / (width * width * 4)))
         work = {text: _work(opened, ledger, device, text, width, repeats) for text in strategies}
-        return Measured(opened.sizes["world"], latency, rate, largest, work)
+        return MeasuredLink(opened.sizes["world"], latency, rate, largest, work)
     finally:
         opened.lane.close()
 
 
-def _carried(opened: Opened, device: torch.device) -> tuple[float, float, int]:
+def _latency_and_rate(opened: Opened, device: torch.device) -> tuple[float, float, int]:
     """Latency, bytes per second and the largest size, by the times of the slowest rank: so all ranks have the
-    same, and go on or stop together."""
+    same figures and stop together."""
 
     def slowest(seconds: float) -> float:
-        return float(_through(opened, _Probe("max"), torch.tensor([seconds], device=device)))
+        return float(_reduce(opened, _Probe("max"), torch.tensor([seconds], device=device)))
 
     small = torch.zeros(SMALL, device=device)
     latency = slowest(statistics.median(_seconds(opened, small) for _ in range(TIMES_SMALL)))
     numel = FIRST
     while True:
         flat = torch.zeros(numel, device=device)
-        _seconds(opened, flat)  # the pages of a new tensor are not the link's fault
+        _seconds(opened, flat)  # the first one includes the page faults of a new tensor
         if slowest(_seconds(opened, flat)) >= LONG_ENOUGH or numel >= LARGEST:
             break
         numel *= 4
@@ -93,14 +93,14 @@ def _carried(opened: Opened, device: torch.device) -> tuple[float, float, int]:
 
 
 def _work(opened: Opened, ledger: Ledger, device: torch.device, text: str, width: int, repeats: int) -> float:
-    """Seconds of a strategy's own work for each element: before, between and after its requests."""
+    """Seconds per element of a strategy's own work: before, between and after its requests."""
     names = ("comm/encode_seconds", "comm/decode_seconds")
     least = math.inf
     strategy = parse(text)
-    for _ in range(repeats):  # the first makes its buffers
+    for _ in range(repeats):  # the first one allocates its buffers
         gradient = torch.randn(width, width, device=device)
         before = ledger.metrics()
-        _through(opened, strategy, gradient.view(-1), gradient.shape)
+        _reduce(opened, strategy, gradient.view(-1), gradient.shape)
         after = ledger.metrics()
         least = min(least, sum(after[name] - before[name] for name in names))
     return least / width**2
@@ -108,14 +108,14 @@ def _work(opened: Opened, ledger: Ledger, device: torch.device, text: str, width
 
 def _seconds(opened: Opened, flat: Tensor) -> float:
     began = time.perf_counter()
-    _through(opened, _Probe("sum"), flat)
+    _reduce(opened, _Probe("sum"), flat)
     if flat.device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - began
 
 
-def _through(opened: Opened, strategy: Strategy, flat: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """One bucket, without the message that ends a step."""
+def _reduce(opened: Opened, strategy: Strategy, flat: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """Reduce one bucket, without the message that ends a step."""
     bucket = Bucket(
         flat=flat,
         layout=(Slot("probe", flat.shape if shape is None else shape),),

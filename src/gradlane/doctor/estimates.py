@@ -1,4 +1,4 @@
-"""What a gradient would take on a link, by its bytes alone."""
+"""Estimates of the time that a gradient takes on a link, by strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidValue
 from ..simulate.dryrun import dry_run
-from .link import WIDTH, Measured
+from .measure_link import WIDTH, MeasuredLink
 
 STRATEGIES = (
     "Mean()",
@@ -24,7 +24,7 @@ MOST = 10**12
 
 @dataclass(frozen=True)
 class Estimate:
-    """The dry run's bytes on the link, and the work of the strategy on this machine, one after the other."""
+    """Time to send the bytes of a dry run, plus the work of the strategy on this machine, without overlap."""
 
     strategy: str
     wire_bytes: int
@@ -37,24 +37,26 @@ class Estimate:
         return self.sending_s + self.work_s
 
 
-def estimates(parameters: int, link: Measured) -> list[Estimate]:
-    """For a model of square matrices, in buckets of 25 MB; nothing is hidden behind backward or behind each
-    other, and what a strategy does to training is not looked at."""
+def estimates(parameters: int, link: MeasuredLink) -> list[Estimate]:
+    """For a model of square matrices, in buckets of 25 MB.
+
+    Sending and work overlap neither with backward nor with each other. The effect on training is not counted.
+    """
     return [_estimate(strategy, parameters, link) for strategy in STRATEGIES]
 
 
-def _estimate(strategy: str, parameters: int, link: Measured) -> Estimate:
-    trace = dry_run(strategy, _shapes(parameters), link.ranks, bucket_bytes=BUCKET)
-    sending = trace.wire_bytes / link.bytes_per_s + trace.collectives * link.latency_s
+def _estimate(strategy: str, parameters: int, link: MeasuredLink) -> Estimate:
+    cost = dry_run(strategy, _shapes(parameters), link.ranks, bucket_bytes=BUCKET)
+    sending = cost.wire_bytes / link.bytes_per_s + cost.collectives * link.latency_s
     work = parameters * link.work_s[strategy]
-    return Estimate(strategy, trace.wire_bytes, trace.collectives, sending, work)
+    return Estimate(strategy, cost.wire_bytes, cost.collectives, sending, work)
 
 
 def _shapes(parameters: int) -> dict[str, tuple[int, ...]]:
-    whole, rest = divmod(parameters, WIDTH * WIDTH)
-    shapes: dict[str, tuple[int, ...]] = {f"layer{index}": (WIDTH, WIDTH) for index in range(whole)}
-    if rest:
-        shapes["rest"] = (rest,)
+    matrices, remainder = divmod(parameters, WIDTH * WIDTH)
+    shapes: dict[str, tuple[int, ...]] = {f"layer{index}": (WIDTH, WIDTH) for index in range(matrices)}
+    if remainder:
+        shapes["remainder"] = (remainder,)
     return shapes
 
 

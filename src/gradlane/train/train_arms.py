@@ -1,4 +1,4 @@
-"""A whole plan, seed by seed; what comes out is a JSON document."""
+"""``gradlane train``: runs a plan seed by seed, and returns one JSON document."""
 
 from __future__ import annotations
 
@@ -9,68 +9,68 @@ from typing import Any
 import torch
 
 from ..bench.arms import DDP
-from ..bench.place import Place, place
-from ..bench.record import FORMAT, command_line, made
-from .figures import default_target, final_step, result
-from .plan import Plan
-from .runs import FAILED, Run
-from .seed import SeedTrial, Standing
+from ..bench.hosts import Hosts, hosts_for
+from ..bench.record import FORMAT, command_line, provenance
+from .loss_figures import default_target, final_step, result
+from .seed_run import FAILED, SeedRun
+from .seed_training import ArmProgress, SeedTraining
 from .tasks import TASKS, Task
+from .train_plan import TrainPlan
 
-Runs = dict[str, list[Run]]
+Runs = dict[str, list[SeedRun]]
 
 
-def run_trial(
-    plan: Plan,
-    on_standing: Callable[[Standing], None] = lambda standing: None,
+def train_arms(
+    plan: TrainPlan,
+    on_progress: Callable[[ArmProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Train until all is done, the budget is spent, or Ctrl-C; the document of what there is by then.
+    """Train all arms; the document of the run. It is partial after Ctrl-C or at the end of the time budget.
 
-    ``on_standing`` hears of every arm after every step, ``on_note`` why a link cannot be emulated here.
+    ``on_progress`` is called for every arm after every step, ``on_note`` if a link cannot be emulated here.
     """
     torch.set_num_threads(1)  # before any fork: a pool of OpenMP threads does not survive one
     until = time.monotonic() + plan.budget
     task = TASKS[plan.task](plan.layer_width)
     runs: Runs = {arm: [] for arm in plan.all_arms}
     ended = "complete"
-    with place(plan.ranks, plan.link) as where:
-        if where.note:
-            on_note(where.note)
+    with hosts_for(plan.ranks, plan.link) as hosts:
+        if hosts.note:
+            on_note(hosts.note)
         try:
             for seed in range(plan.seeds):
                 if time.monotonic() >= until or not _train_seed(
-                    plan, task, seed, runs, where, on_standing, until
+                    plan, task, seed, runs, hosts, on_progress, until
                 ):
                     ended = "budget"
                     break
         except KeyboardInterrupt:
             ended = "interrupted"
-    return _document(plan, task, runs, where, ended, command or command_line())
+    return _document(plan, task, runs, hosts, ended, command or command_line())
 
 
 def _train_seed(
-    plan: Plan,
+    plan: TrainPlan,
     task: Task,
     seed: int,
     runs: Runs,
-    where: Place,
-    on_standing: Callable[[Standing], None],
+    hosts: Hosts,
+    on_progress: Callable[[ArmProgress], None],
     until: float,
 ) -> bool:
-    current: dict[str, Run] = {}
+    current: dict[str, SeedRun] = {}
     for arm, earlier in runs.items():
-        if not any(run.status in FAILED for run in earlier):  # it would fail again, perhaps by hanging
-            current[arm] = Run(seed)
+        if not any(run.status in FAILED for run in earlier):  # it would fail again
+            current[arm] = SeedRun(seed)
             earlier.append(current[arm])
     if not current:
         return True
-    return SeedTrial(plan, task, seed, current, where.prepare, on_standing).train(until)
+    return SeedTraining(plan, task, seed, current, hosts.prepare, on_progress).train(until)
 
 
 def _document(
-    plan: Plan, task: Task, runs: Runs, where: Place, ended: str, command: Sequence[str]
+    plan: TrainPlan, task: Task, runs: Runs, hosts: Hosts, ended: str, command: Sequence[str]
 ) -> dict[str, Any]:
     final, target = final_step(runs), plan.target
     if target is None and final is not None:
@@ -92,14 +92,14 @@ def _document(
     return {
         "kind": "train",
         "format": FORMAT,
-        "made": made(command),
+        "made": provenance(command),
         "settings": settings,
         "ended": ended,
         "link": {
-            "name": where.name,
-            "rate_bits": where.link.rate_bits,
-            "emulated": where.emulated,
-            "note": where.note,
+            "name": hosts.name,
+            "rate_bits": hosts.link.rate_bits,
+            "emulated": hosts.emulated,
+            "note": hosts.note,
         },
         "unit": task.unit,
         "target": target,

@@ -1,4 +1,4 @@
-"""A rank of an arm in training: it steps and evaluates when it is told to."""
+"""A rank of an arm in ``gradlane train``: one training step or one evaluation at each order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..bench.arms import Arm
-from .plan import Plan
 from .tasks import Task
+from .train_plan import TrainPlan
 
 WARM_UP = 0.05  # of the steps
 MOMENTUM = 0.9
@@ -20,19 +20,19 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Train:
-    """An order: train step ``step``, counted from 0."""
+    """Order: train step ``step``, counted from 0."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """An order: the held-out loss, on rank 0."""
+    """Order: compute the held-out loss, on rank 0."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Clock readings are ``time.perf_counter``, which all processes of a machine share."""
+    """One step of one rank. Times are ``time.perf_counter``, which all processes of a machine share."""
 
     start: float
     end: float
@@ -40,12 +40,12 @@ class Trained:
     sent_bytes: int  # by this rank, from its first step on
 
 
-class Worker:
-    """All ranks were forked with the same model; their data differ, and are the same for every arm."""
+class TrainRank:
+    """All ranks are forked with the same model. Their data differ, but are the same for every arm."""
 
-    def __init__(self, rank: int, arm: str, task: Task, model: nn.Module, plan: Plan, seed: int) -> None:
+    def __init__(self, rank: int, arm: str, task: Task, model: nn.Module, plan: TrainPlan, seed: int) -> None:
         self._rank, self._task, self._plan, self._seed = rank, task, plan, seed
-        # What all ranks have already need not travel: over a slow link that alone takes seconds.
+        # All ranks have the same weights already; sending them over a slow link takes seconds.
         self._ddp = DistributedDataParallel(model, init_sync=False)
         self._arm = Arm(self._ddp, arm)
         self._optimizer = _optimizer(plan, self._ddp)
@@ -66,7 +66,7 @@ class Worker:
         self._optimizer.step()
         end = time.perf_counter()
         self._arm.step_done()
-        self._arm.take_events()  # nobody reads them here, and they would pile up
+        self._arm.take_events()  # nothing here reads them, and they would accumulate
         return Trained(start, end, loss.item() / self._task.nats, self._arm.sent_bytes)
 
 
@@ -78,7 +78,7 @@ def share_of_rate(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
-def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(plan: TrainPlan, model: nn.Module) -> torch.optim.Optimizer:
     if plan.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=plan.rate)
     return torch.optim.SGD(model.parameters(), lr=plan.rate, momentum=MOMENTUM)

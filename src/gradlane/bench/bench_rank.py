@@ -1,4 +1,4 @@
-"""One measured step of one rank."""
+"""A rank of an arm in ``gradlane bench``: one measured step at each request."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..core.events import Event
 from ..errors import WrongState
 from ..torch_internals import call_after_backward
 from .arms import Arm
-from .network import INTERFACE, sent_bytes
+from .emulation import INTERFACE, LOOPBACK, sent_bytes
 from .workload import Workload, loss_of
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Clock readings are ``time.perf_counter``, which all processes of a machine share."""
+    """One step of one rank. Times are ``time.perf_counter``, which all processes of a machine share."""
 
     start: float
-    computed: float  # when backward had computed all that it had to
+    computed: float  # when backward had computed the last gradient
     end: float
     cpu: float
     ledger_bytes: int
@@ -29,8 +29,8 @@ class Sample:
     events: list[Event] = field(default_factory=list)
 
 
-class Worker:
-    """A rank of an arm: forward and backward of the workload. The optimizer is no part of it."""
+class BenchRank:
+    """A step is forward and backward of the workload, without an optimizer."""
 
     def __init__(
         self, rank: int, arm: str, workload: Workload, bucket_mb: float | None, emulated: bool
@@ -42,7 +42,7 @@ class Worker:
         )
         self._batch = workload.batch
         self._arm = Arm(self._ddp, arm)
-        self._interface = INTERFACE if emulated else "lo"
+        self._interface = INTERFACE if emulated else LOOPBACK
 
     def __call__(self, order: object) -> Sample:
         self._ddp.zero_grad(set_to_none=False)
@@ -62,16 +62,16 @@ class Worker:
     def _sent(self) -> int | None:
         try:
             return sent_bytes(self._interface)
-        except (OSError, WrongState):  # not Linux
+        except (OSError, WrongState):  # the system does not count
             return None
 
 
 def _when_computed(loss: torch.Tensor) -> list[float]:
-    """Will hold when backward had nothing left to compute: before DDP, and any hook, waits."""
+    """A list that backward fills with the time at which it had computed everything: before DDP waits."""
     found: list[float] = []
 
     def at_start(gradient: torch.Tensor) -> None:
-        # Autograd runs final callbacks in the order they were queued; this one is the first.
+        # Autograd runs final callbacks in the order in which they were queued; this one is the first.
         call_after_backward(lambda: found.append(time.perf_counter()))
 
     loss.register_hook(at_start)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Hosts on this machine, joined by links of a given rate: network namespaces, veth, a bridge, tc.
 
-The namespaces have no names. They are held by file descriptors of this process, so the kernel takes
-them down with everything in them when it ends, however it ends: there is nothing to clean up later.
+The namespaces have no names. File descriptors of this process keep them. When the process ends, in any way,
+the kernel removes them with everything in them: there is nothing to clean up later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,27 +18,30 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from ..errors import InvalidValue, WrongState
 from .link import Link
 
 CLONE_NEWNET = 0x40000000
 INTERFACE = "eth0"  # of every host
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 MOST_HOSTS = 64
 T = TypeVar("T")
 
 
-class Network:
-    """``hosts`` hosts at a switch, each on a link of its own. A context manager."""
+class EmulatedNetwork:
+    """``hosts`` hosts at a switch, each on its own link. A context manager."""
 
     def __init__(self, hosts: int, link: Link) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
             raise InvalidValue(f"{hosts} hosts cannot be emulated; use 1 to {MOST_HOSTS}")
         self.link = link
         self.hosts = hosts
-        self._held = ExitStack()
+        self._descriptors = ExitStack()
         self._namespaces: list[int] = []
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> EmulatedNetwork:
         if (reason := why_not()) is not None:
             raise WrongState(f"links cannot be emulated here: {reason}")
         try:
@@ -50,17 +54,17 @@ class Network:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._held.close()  # the kernel removes a namespace with its last holder
+        self._descriptors.close()  # the kernel removes a namespace with its last descriptor
         self._namespaces = []
 
     def enter(self, host: int) -> None:
-        """Move this process to a host; before it starts a thread. Gloo takes the host's interface."""
+        """Move this process to a host, before it starts a thread. Gloo then uses the host's interface."""
         _enter(self._namespaces[host])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def _namespace(self) -> int:
         made = _in_thread(_new_namespace)
-        self._held.callback(os.close, made)
+        self._descriptors.callback(os.close, made)
         return made
 
     def _build(self, switch: int) -> None:
@@ -86,12 +90,11 @@ class Network:
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:
-    """What this process's host has sent, by the interface's own counter."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, colon, counters = line.partition(":")
-        if colon and name.strip() == interface:
-            return int(counters.split()[8])
-    raise WrongState(f"there is no interface {interface} here")
+    """Bytes that the host of this process has sent, by the counter of the interface."""
+    counters = psutil.net_io_counters(pernic=True, nowrap=False)
+    if interface not in counters:
+        raise WrongState(f"there is no interface {interface} here")
+    return int(counters[interface].bytes_sent)
 
 
 def why_not() -> str | None:
@@ -110,7 +113,7 @@ def _tool(name: str) -> str | None:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """A namespace belongs to a thread; this process's own threads stay where they are."""
+    """Call it in a new thread: a namespace belongs to a thread, and the others must not change theirs."""
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -145,7 +148,7 @@ def _checked(call: str, *arguments: int) -> None:
 
 
 def _use_reno(namespace: int) -> None:
-    """The same on every machine. BBR, which some have, leaves up to 8 % of such a link unused."""
+    """Use the same congestion control on every machine. BBR, the default of some, leaves up to 8 % unused."""
     _enter(namespace)
     Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
 

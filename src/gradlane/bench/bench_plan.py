@@ -1,0 +1,58 @@
+"""What ``gradlane bench`` measures, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidValue
+from .arms import COMPUTE, DDP, check_arm
+from .link import Link
+
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    arms: Sequence[str]
+    links: Sequence[Link]
+    ranks: Sequence[int] = (2,)
+    model: str = "mlp9m"
+    bucket_mb: float | None = None
+    steps: int = 20
+    warmup: int = 4  # DDP rebuilds its buckets after the first; torch's PowerSGD starts in the third
+    budget_s: float = 900.0
+    timeout_s: float | None = None
+    """For one step of one arm."""
+
+    def __post_init__(self) -> None:
+        for arm in self.arms:
+            check_arm(arm)
+        for ranks in self.ranks:
+            if not 2 <= ranks <= MOST_RANKS:
+                raise InvalidValue(f"ranks={ranks} cannot be compared; use 2 to {MOST_RANKS}")
+        if self.steps < 1:
+            raise InvalidValue(f"steps={self.steps} measures nothing; use 1 or more")
+        if self.warmup < 1:
+            raise InvalidValue(
+                f"warmup={self.warmup}: the first step of DDP differs from the others; use 1 or more"
+            )
+        for name in ("budget_s", "bucket_mb", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidValue(f"{name}={value:g} is not above 0")
+
+    @property
+    def all_arms(self) -> tuple[str, ...]:
+        """With DDP, the baseline of all speed-ups, and ``Noop()``, which shows the time of compute alone."""
+        return tuple(dict.fromkeys((DDP, COMPUTE, *self.arms)))
+
+    @property
+    def settings(self) -> int:
+        """How many combinations of link and number of ranks there are."""
+        return len(self.links) * len(self.ranks)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all arms in all settings."""
+        return self.settings * len(self.all_arms) * (self.warmup + self.steps)
