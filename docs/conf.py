@@ -23,7 +23,7 @@ myst_heading_anchors = 3
 # The reference is the same whether they are installed or not.
 autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]
 autodoc_default_options = {"members": True}
-autodoc_inherit_docstrings = False  # what all strategies do is told once, at Strategy
+autodoc_inherit_docstrings = False  # Strategy alone describes what all strategies do
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
