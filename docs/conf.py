@@ -4,9 +4,11 @@ Nothing is fetched at the build, and the pages fetch nothing: they can be read f
 """
 
 import re
+from pathlib import Path
 
 from sphinx.util import inspect
 
+import gradlane
 from gradlane import __version__
 
 project = "gradlane"
@@ -21,7 +23,7 @@ myst_heading_anchors = 3
 # The reference is the same whether they are installed or not.
 autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]
 autodoc_default_options = {"members": True}
-autodoc_inherit_docstrings = False  # what all strategies do is told once, at Strategy
+autodoc_inherit_docstrings = False  # Strategy alone describes what all strategies do
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -53,5 +55,20 @@ def readable(app, what, name, obj, options, signature, returns):
     return (signature, returns)
 
 
+PACKAGES = {"api/strategies": "strategies", "api/codecs": "codecs", "api/rules": "aggregate"}
+
+
+def add_unlisted(app, page, source):
+    """A public class that no page of the reference lists is added at the end of its package's page."""
+    if page not in PACKAGES:
+        return
+    listed = "".join(path.read_text(encoding="utf-8") for path in Path(app.srcdir, "api").glob("*.rst"))
+    for name in sorted(set(gradlane.__all__) - set(re.findall(r":: (\w+)", listed))):
+        part = getattr(gradlane, name)
+        if isinstance(part, type) and part.__module__.startswith(f"gradlane.{PACKAGES[page]}."):
+            source[0] += f"\n.. autoclass:: {name}\n"
+
+
 def setup(app):
     app.connect("autodoc-process-signature", readable)
+    app.connect("source-read", add_unlisted)

@@ -1,4 +1,4 @@
-"""Training that survives its workers: torchrun restarts them, and they go on from the last checkpoint.
+"""Training that survives its workers: torchrun restarts them, and they continue from the last checkpoint.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py --folder /tmp/elastic
 
@@ -27,13 +27,13 @@ def batch(step: int) -> torch.Tensor:
 
 
 def save(folder: Path, step: int, model, optimizer, attachment: gl.Attachment) -> None:
-    """A checkpoint counts when it is whole: its name is written last, in one move."""
-    place = folder / f"step-{step}"
+    """A checkpoint counts when it is complete: its name is written last, atomically."""
+    checkpoint = folder / f"step-{step}"
     if dist.get_rank() == 0:
-        place.mkdir(parents=True, exist_ok=True)
+        checkpoint.mkdir(parents=True, exist_ok=True)
         weights = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(weights, place / "model.pt")
-    attachment.save(place / "strategy")  # what every worker still owes; returns when all have written
+        torch.save(weights, checkpoint / "model.pt")
+    attachment.save(checkpoint / "strategy")  # the residual of every worker; returns when all have written
     if dist.get_rank() == 0:
         new = folder / "latest.new"
         new.write_text(str(step))
@@ -41,15 +41,15 @@ def save(folder: Path, step: int, model, optimizer, attachment: gl.Attachment) -
 
 
 def load(folder: Path, model, optimizer, attachment: gl.Attachment) -> int:
-    """The step to go on with: 0 where there is no checkpoint."""
+    """The step to continue with: 0 without a checkpoint."""
     if not (folder / "latest").exists():
         return 0
     step = int((folder / "latest").read_text())
-    place = folder / f"step-{step}"
-    saved = torch.load(place / "model.pt", weights_only=True)
+    checkpoint = folder / f"step-{step}"
+    saved = torch.load(checkpoint / "model.pt", weights_only=True)
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    attachment.load(place / "strategy")  # with any number of workers
+    attachment.load(checkpoint / "strategy")  # with any number of workers
     return step
 
 

@@ -22,8 +22,8 @@ CLAIMED = 10**9
 
 @dataclass
 class WeightedTrimmedMean(gl.Strategy):
-    """Of each element, the mean without the largest and the smallest value; those that are left count by
-    their samples, but for at most twice the median site."""
+    """The mean of each element without its largest and smallest value. The remaining values are weighted by
+    samples; a site counts for at most twice the median site."""
 
     samples: float = field(metadata={"per_rank": True})
 
@@ -33,8 +33,8 @@ class WeightedTrimmedMean(gl.Strategy):
         rows = torch.stack([row for row, _ in everyone])
         weights = torch.cat([weight for _, weight in everyone])
         weights = weights.clamp(max=2 * weights.median()).to(rows.dtype)
-        left = rows.argsort(0)[1:-1]  # places of the ranks; nan is the largest
-        return gl.Reduced((rows.gather(0, left) * weights[left]).sum(0) / weights[left].sum(0))
+        middle = rows.argsort(0)[1:-1]  # indices of ranks; nan sorts as the largest
+        return gl.Reduced((rows.gather(0, middle) * weights[middle]).sum(0) / weights[middle].sum(0))
 
 
 def task(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def train(rank: int, strategy: gl.Strategy, steps: int = 60) -> float:
     """The share of new points that the common model puts on the right side."""
     points, side = task(SAMPLES[rank], seed=1 + rank)
     if rank == BROKEN:
-        points = 50 * torch.randn_like(points)
+        points = 50 * torch.randn(points.shape, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(20, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -66,7 +66,7 @@ def train(rank: int, strategy: gl.Strategy, steps: int = 60) -> float:
 
 def compare(rank: int) -> dict[str, float]:
     samples = float(CLAIMED if rank == BROKEN else SAMPLES[rank])
-    ways = {
+    strategies = {
         "mean": gl.Mean(),
         "by samples": gl.WeightedMean(samples),
         "by samples, a site at most 0.3": gl.WeightedMean(samples, max_share=0.3),
@@ -74,7 +74,7 @@ def compare(rank: int) -> dict[str, float]:
         "trimmed mean, by samples": WeightedTrimmedMean(samples),
         "by samples, the broken site known": gl.WeightedMean(0.0 if rank == BROKEN else samples),
     }
-    return {name: train(rank, strategy) for name, strategy in ways.items()}
+    return {name: train(rank, strategy) for name, strategy in strategies.items()}
 
 
 def main() -> None:

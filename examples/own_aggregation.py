@@ -1,4 +1,4 @@
-"""A rule of one's own: how the gradients of all workers become one.
+"""Your own rule: how the gradients of all workers become one.
 
 torchrun --nproc-per-node 2 examples/own_aggregation.py
 """
@@ -12,14 +12,14 @@ import gradlane as gl
 
 
 def agreeing(rows: Tensor) -> Tensor:
-    """The mean where all workers pull the same way, else 0 (Parascandolo et al., 2020, "Learning explanations
-    that are hard to vary"): what one worker's data alone suggests is not learned."""
+    """The mean where all workers agree in sign, else 0 (Parascandolo et al., 2020, "Learning explanations
+    that are hard to vary"): what only one worker's data suggests is not learned."""
     agree = rows.sign().sum(0).abs() == len(rows)
     return rows.mean(0) * agree
 
 
 def train(strategy: gl.Strategy, steps: int) -> list[float]:
-    """Every worker's first input gives the answer away, but with a sign that is only this worker's own."""
+    """The first input of every worker gives the answer away, but each worker has a factor of its own."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(9, 1, bias=False))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())

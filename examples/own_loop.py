@@ -13,7 +13,7 @@ import gradlane as gl
 
 
 def train(strategy: str, steps: int) -> None:
-    torch.manual_seed(0)  # the same weights everywhere: DDP would send those of rank 0
+    torch.manual_seed(0)  # the same weights on all ranks; DDP would send those of rank 0
     model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())

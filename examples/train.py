@@ -16,21 +16,20 @@ import gradlane as gl
 def train(strategy: str, steps: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1)))
-    attachment = gl.attach(model, strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(steps):
-        inputs = torch.randn(64, 32, generator=generator)
-        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if dist.get_rank() == 0 and step % 20 == 0:
-            print(f"step {step}: loss {loss.item():.3f}")
-    if dist.get_rank() == 0:
+    with gl.attach(model, strategy) as attachment:
+        for step in range(steps):
+            inputs = torch.randn(64, 32, generator=generator)
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if dist.get_rank() == 0 and step % 20 == 0:
+                print(f"step {step}: loss {loss.item():.3f}")
         metrics = attachment.metrics()
+    if dist.get_rank() == 0:
         print(f"{metrics['comm/bytes_wire']:,.0f} bytes sent by each rank, ratio {metrics['comm/ratio']:.2f}")
-    attachment.close()
 
 
 def main() -> None:
