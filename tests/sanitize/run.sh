@@ -9,7 +9,7 @@ flags+=" -Wall -Wextra -Werror -pthread -I$csrc"
 built=$(mktemp -d)
 trap 'rm -r "$built"' EXIT
 # shellcheck disable=SC2086  # flags are words without blanks
-printf '%s\n' "$csrc"/*.c "$PWD/driver.c" | (cd "$built" && xargs -n 1 -P "$(nproc)" ${CC:-gcc} $flags -c)
+printf '%s\n' "$csrc"/*.c "$PWD/driver.c" | (cd "$built" && xargs -n 1 -P "$(getconf _NPROCESSORS_ONLN)" ${CC:-gcc} $flags -c)
 # shellcheck disable=SC2086
 ${CC:-gcc} $flags "$built"/*.o -lm -o "$built/driver"
 "$built/driver"

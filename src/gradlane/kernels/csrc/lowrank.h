@@ -12,10 +12,10 @@ typedef struct {
     int64_t a, b, r;
     int64_t tile, scratch_size; /* columns of a tile; elements of one part's scratch memory */
     float *scratch;
-    float *sum;           /* where m is to be kept: g itself, or NULL */
-    int summed;           /* g is m already */
-    int keep_tile;        /* m of a whole tile stays in scratch */
-    int streaming;        /* write by streaming stores */
+    float *sum;    /* where m is to be stored: g itself, or NULL */
+    int summed;    /* g is m already */
+    int keep_tile; /* m of a complete tile stays in scratch */
+    int streaming; /* write by streaming stores */
 } Product;
 
 /* The same with a residual in bfloat16. */
@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
     float *p;
     int64_t r, a;
-    double *rows, *coefficients, *scratch; /* r * a; r; see gradlane_orthonormalise */
+    double *rows, *coefficients, *scratch; /* of r * a elements; of r; see gradlane_orthonormalise */
 } GramSchmidt;
 
 #define BF16_OVERFLOW 0x7F7F8000u /* bits of the least number that bfloat16 rounds to infinity */

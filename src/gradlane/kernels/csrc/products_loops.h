@@ -42,7 +42,7 @@ NOINLINE void store_finite(float *to, VEC value, const float *residual, int64_t 
     for (int64_t i = 0; i < n; i++) to[i] = (bits_of(lanes[i]) & NO_SIGN) < INFINITE ? lanes[i] : residual[i];
 }
 
-/* Less than a vector: n elements at an end of a row. */
+/* At most a vector: n elements at an end of a row. */
 NOINLINE void subtract_few(const Product *job, const float *p, const float *q, const float *x, const float *add,
                            const float *residual, float *to, int64_t n) {
     VEC value = sum_part(x, add, 0, n);
