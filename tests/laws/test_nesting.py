@@ -1,0 +1,86 @@
+"""What may be inside what, and what a field may be: rules that hold for every strategy."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+import gradlane as gl
+from gradlane.core.strategy import is_stateful, parts
+from gradlane.strategies.nesting import check_nesting, check_wrapped
+from gradlane.strategies.text import exported_parts
+
+from ..support.catalogue import STRATEGIES
+
+
+@dataclasses.dataclass
+class Halved(gl.Strategy):
+    """A wrapper as a user would write it: its rules are in the class."""
+
+    inner: gl.Strategy
+
+    def __post_init__(self):
+        check_wrapped(self, self.inner, "Halved(Mean())")
+
+    def refuses_inside(self, part):
+        return "Halved inside Halved; use one with a quarter" if isinstance(part, Halved) else None
+
+    def refuses_around(self, wrapper):
+        return "Cast around Halved; put it inside" if isinstance(wrapper, gl.Cast) else None
+
+    async def reduce(self, bucket):
+        reduced = await self.inner.reduce(bucket)
+        return gl.Reduced(reduced.mean.mul_(0.5))
+
+
+def test_a_wrapper_of_ones_own_states_its_rules_in_one_place():
+    Halved(gl.Cast(gl.Mean(), torch.bfloat16))
+    with pytest.raises(gl.InvalidValue, match="Halved inside Halved; use one"):
+        Halved(gl.After(3, then=Halved(gl.Mean())))
+    with pytest.raises(gl.InvalidValue, match="Cast around Halved; put it inside"):
+        gl.Cast(gl.Route({"a": Halved(gl.Mean())}), torch.bfloat16)
+    with pytest.raises(gl.WrongType, match=r"Halved wraps a strategy, got Int8; write Halved\(Mean\(\)\)"):
+        Halved(gl.Int8())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_made_once_is_not_refused_later(name):
+    for part in parts(STRATEGIES[name]()):
+        check_nesting(part)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_field_is_an_option_or_has_a_state_dict(name):
+    """State is never None and not an argument of the constructor; caches have a leading underscore."""
+    for part in parts(STRATEGIES[name]()):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if field.init:
+                options = value.values() if isinstance(value, Mapping) else [value]
+                assert not any(isinstance(option, gl.Memory) for option in options), field.name
+            else:
+                assert is_stateful(value) or field.name.startswith("_"), field.name
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_replaced_option_begins_with_a_state_of_its_own(name):
+    strategy = STRATEGIES[name]()
+    again = dataclasses.replace(strategy)
+    assert again == strategy
+    for field in dataclasses.fields(strategy):
+        if not field.init and is_stateful(state := getattr(strategy, field.name)):
+            assert getattr(again, field.name) is not state
+
+
+def test_text_knows_what_the_package_exports():
+    exported = [getattr(gl, name) for name in gl.__all__]
+    concrete = [
+        part
+        for part in exported
+        if isinstance(part, type)
+        and issubclass(part, gl.Strategy | gl.Codec | gl.Rule)
+        and part not in (gl.Strategy, gl.Codec, gl.Rule, gl.GramRule, gl.RowRule)
+    ]
+    assert set(concrete) | {gl.mean, gl.Watch} == set(exported_parts().values())
+    assert len(concrete) > 30
