@@ -19,8 +19,8 @@ class Numbers(Dataset):
     def __len__(self):
         return 12
 
-    def __getitem__(self, place):
-        return torch.tensor([place, get_worker_info().id])
+    def __getitem__(self, index):
+        return torch.tensor([index, get_worker_info().id])
 
 
 def loads(rank):
@@ -29,9 +29,9 @@ def loads(rank):
 
 def test_a_rank_may_load_with_workers():
     before = children(os.getpid())
-    for told in run_ranks(loads, 2):
-        assert [place for place, _ in told] == list(range(12))
-        assert {worker for _, worker in told} == {0, 1}
+    for batches in run_ranks(loads, 2):
+        assert [index for index, _ in batches] == list(range(12))
+        assert {worker for _, worker in batches} == {0, 1}
     assert children(os.getpid()) == before
 
 
@@ -46,11 +46,11 @@ def busy(rank):
     tell((os.getpid(), own.pid, other.pid))
     time.sleep(600)
 
-heard = []
+reported = []
 def on_report(pids):
-    heard.append(pids)
-    if len(heard) == 2:
-        print("ready", *(pid for pids in heard for pid in pids), flush=True)
+    reported.append(pids)
+    if len(reported) == 2:
+        print("ready", *(pid for pids in reported for pid in pids), flush=True)
         if "raise" in sys.argv:
             raise KeyError("on the way")
 

@@ -17,9 +17,9 @@ def test_results_come_in_rank_order():
 
 
 def test_reports_arrive_while_it_runs():
-    heard = []
-    run_ranks(lambda rank: tell((rank, "here")), 2, on_report=heard.append)
-    assert sorted(heard) == [(0, "here"), (1, "here")]
+    reported = []
+    run_ranks(lambda rank: tell((rank, "here")), 2, on_report=reported.append)
+    assert sorted(reported) == [(0, "here"), (1, "here")]
 
 
 def test_a_rank_that_raises_is_quoted():

@@ -46,7 +46,7 @@ def test_other_names_are_refused(text, message):
         parse_link(text)
 
 
-def test_bursts_are_those_that_were_found_to_be_honest():
+def test_bursts_are_the_measured_ones():
     assert parse_link("100mbit").burst_bytes == 64 * 1024
     assert parse_link("1gbit").burst_bytes == pytest.approx(256 * 1024, rel=0.01)
     assert Link("x", 10e6).burst_bytes >= 4 * 1514

@@ -153,9 +153,9 @@ def unwritable(rank, folder):
     try:
         gl.attach(ddp, "Mean()", observer=gl.JsonLines(path), timeout=20)
     except (gl.RanksDisagree, FileNotFoundError) as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     gl.attach(ddp, "Mean()", timeout=20).close()  # and nothing is in the way of a second try
-    return told
+    return message
 
 
 def test_a_file_that_cannot_be_written_is_refused_on_every_rank(tmp_path):
@@ -167,9 +167,9 @@ def test_a_file_that_cannot_be_written_is_refused_on_every_rank(tmp_path):
 
 
 def full_disk(rank, folder):
-    heard = []
+    logged = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("gradlane").addHandler(handler)
     ddp = DistributedDataParallel(build(), bucket_cap_mb=0.005)
     sink = gl.JsonLines(f"{folder}/full-{{rank}}")
@@ -177,17 +177,17 @@ def full_disk(rank, folder):
     sink._flushed = float("-inf")  # so that it flushes in the first step
     steps_of(ddp, rank)
     attachment.close()
-    return heard, attachment.metrics()["comm/steps"]
+    return logged, attachment.metrics()["comm/steps"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_ends_the_telemetry_and_not_the_training(tmp_path):
     for rank in range(2):
         (tmp_path / f"full-{rank}").symlink_to("/dev/full")
-    for heard, steps in run_ranks(full_disk, 2, str(tmp_path)):
+    for logged, steps in run_ranks(full_disk, 2, str(tmp_path)):
         assert steps == STEPS
-        assert len([line for line in heard if "No space left" in line]) <= 2
-        assert any("telemetry stops writing there" in line for line in heard)
+        assert len([line for line in logged if "No space left" in line]) <= 2
+        assert any("telemetry stops writing there" in line for line in logged)
 
 
 def one_name_for_all(rank):
@@ -218,24 +218,24 @@ class Raising(gl.Sink):
 
 
 def sink_raises(rank):
-    heard = []
+    logged = []
     handler = logging.Handler()
-    handler.emit = lambda entry: heard.append((entry.levelname, entry.getMessage(), entry.exc_info[0]))
+    handler.emit = lambda entry: logged.append((entry.levelname, entry.getMessage(), entry.exc_info[0]))
     logging.getLogger("gradlane").addHandler(handler)
     sink = Raising()
     ddp = DistributedDataParallel(build())
     with gl.attach(ddp, "Mean()", observer=[sink] if rank else [], timeout=20) as attachment:
         steps_of(ddp, rank)
-    return sink.steps, sink.closed, attachment.metrics()["comm/steps"], heard
+    return sink.steps, sink.closed, attachment.metrics()["comm/steps"], logged
 
 
 def test_a_sink_that_raises_ends_no_training():
-    (_, _, steps, quiet), (told, closed, same, heard) = run_ranks(sink_raises, 2)
+    (_, _, steps, quiet), (ended, closed, same, logged) = run_ranks(sink_raises, 2)
     assert steps == same == STEPS
-    assert told == [0, 1]
+    assert ended == [0, 1]
     assert closed
     assert quiet == []
-    ((level, line, kind),) = heard
+    ((level, line, kind),) = logged
     assert (level, kind) == ("ERROR", ZeroDivisionError)
     assert "raised at the end of step 1; it gets no more events" in line
 

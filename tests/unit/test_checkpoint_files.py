@@ -142,7 +142,7 @@ def test_any_reader_of_safetensors_reads_the_tensors(tmp_path):
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse()])
 def test_tensors_that_a_file_cannot_hold_are_named(tensor):
-    with pytest.raises(gl.InvalidValue, match=r"safetensors cannot hold: .*(complex128|sparse)"):
+    with pytest.raises(gl.InvalidValue, match=r"a tensor of .*(complex128|sparse).* in 'a'"):
         write(io.BytesIO(), {}, {"a": tensor})
 
 

@@ -183,7 +183,7 @@ def test_counts_are_read(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "-3", "9.4X", "9e99M", "99999B"])
-def test_counts_that_are_none_are_refused(text):
+def test_other_texts_are_refused_as_counts(text):
     with pytest.raises(gl.InvalidValue, match="write a number such as"):
         parse_count(text)
 

@@ -230,7 +230,7 @@ def test_places_that_cannot_be_written(tmp_path, capsys):
     assert json.loads(path.read_text(encoding="utf-8"))["kind"] == "bench"
 
 
-def test_figures_that_are_no_numbers_are_dashes(page):
+def test_figures_that_are_not_finite_are_dashes(page):
     document = samples.bench_document(links={"x": 1e8})
     document["results"][2] |= {"median_s": float("nan"), "speedup": float("inf"), "ledger_bytes": 10**400}
     document["settings"]["lr"] = float("nan")

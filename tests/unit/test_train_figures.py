@@ -70,7 +70,7 @@ def test_the_quantiles_are_those_of_students_distribution():
     assert pytest.approx(stats.t.ppf(0.975, range(1, 30)), abs=6e-4) == T_975
 
 
-def test_the_way_to_a_target_is_a_line_between_two_evaluations():
+def test_the_cost_to_a_target_is_interpolated_between_two_evaluations():
     run = run_of([8.0, 4.0, 2.0])
     steps, sent, seconds = cost_to(run, 3.5)
     assert (steps, sent, seconds) == pytest.approx((12.5, 1250, 6.25))
@@ -102,7 +102,7 @@ def test_dense_reaches_the_default_target_shortly_before_its_end():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_null_and_told(loss):
+def test_a_loss_that_is_not_finite_is_null_and_reported(loss):
     runs = {"ddp": seeds_of(3.0, 3.1), "Wild()": [run_of([8.0, loss]), run_of([8.0, 3.0], seed=1)]}
     entry = result("Wild()", runs, 2, final_step(runs), target=3.5)
     assert entry["status"] == "diverged"
@@ -113,7 +113,7 @@ def test_a_loss_that_is_no_number_is_null_and_told(loss):
     json.dumps(entry, allow_nan=False)
 
 
-def test_divergence_is_told_by_the_first_step_that_shows_it():
+def test_divergence_is_reported_with_the_first_step_that_shows_it():
     run = SeedRun(0)
     run.add_evaluation(0, 8.0)
     run.add_step(0, [trained(0), trained(0, loss=math.nan)])
@@ -123,7 +123,7 @@ def test_divergence_is_told_by_the_first_step_that_shows_it():
     assert (run.status, run.detail) == ("diverged", "the training loss is not finite in step 0")
 
 
-def test_a_run_that_was_cut_short_is_not_averaged_with_whole_ones():
+def test_a_run_that_ended_early_is_not_averaged_with_complete_ones():
     whole, cut = run_of([8.0, 4.0, 2.0]), run_of([8.0, 5.0], seed=1, whole=False)
     runs = {"ddp": [whole, cut]}
     assert final_step(runs) == 20
@@ -140,7 +140,7 @@ def test_arms_are_compared_where_all_of_them_were_evaluated():
     assert result("Mean()", runs, 1, 10, None)["gap"] == pytest.approx(0.5)
 
 
-def test_a_failed_arm_has_no_figures_and_holds_up_nobody():
+def test_a_failed_arm_has_no_figures_and_does_not_stop_the_others():
     failed = run_of([8.0], whole=False)
     failed.mark_failed(ArmFailed("crashed", "in step 3, rank 1: ValueError: no"))
     runs = {"ddp": [run_of([8.0, 4.0])], "Bad()": [failed]}

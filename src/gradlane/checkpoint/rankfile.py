@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from ..errors import InvalidValue
@@ -24,6 +24,11 @@ from . import tree
 from .opening import opened
 
 DOCUMENT = "gradlane"  # the key of our JSON in the metadata
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class Receipt(NamedTuple):
@@ -39,27 +44,45 @@ class Content(NamedTuple):
 
 
 def write(file: BinaryIO, head: Mapping[str, Any], state: Mapping[str, Any]) -> Receipt:
+    digest, size = sha256(), 0
+    for piece in _pieces(head, state):
+        file.write(piece)
+        digest.update(piece)
+        size += len(piece)
+    return Receipt(size, digest.hexdigest())
+
+
+def _pieces(head: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+    """The file, piece by piece. safetensors would copy the state, or leave a temporary file if killed."""
     tensors: dict[str, Tensor] = {}
-    values, storages = [], set()
+    values = []
     for path, value in tree.entries_of(state):
         if not isinstance(value, Tensor):
             values.append((path, value))
-            continue
-        value = value.detach().cpu()
-        if value.layout == torch.strided:
-            storage = value.untyped_storage().data_ptr()
-            # safetensors refuses tensors that share memory or are not contiguous.
-            value = value.clone() if storage in storages else value
-            value = value.contiguous()
-            storages.add(storage)
-        tensors[_pointer(path)] = value
+        elif value.dtype in NAMES and value.layout == torch.strided:
+            tensors[_pointer(path)] = value.detach().cpu()
+        else:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+            raise InvalidValue(
+                f"the state has a tensor of {value.dtype} ({value.layout}) in {'/'.join(path)!r}; a "
+                f"checkpoint holds dense ones of {dtypes}"
+            )
     document = json.dumps({**head, "values": values}, allow_nan=False)
-    try:
-        data = save(tensors, {DOCUMENT: document})
-    except (ValueError, KeyError, SafetensorError) as error:  # KeyError: the dtype
-        raise InvalidValue(f"the state has a tensor that safetensors cannot hold: {error}") from error
-    file.write(data)
-    return Receipt(len(data), sha256(data).hexdigest())
+    header: dict[str, Any] = {"__metadata__": {DOCUMENT: document}}
+    end = 0
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # aligned without gaps
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read(path: Path, expected: Receipt) -> Content:
