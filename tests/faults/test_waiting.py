@@ -105,7 +105,7 @@ def limits(rank, path):
     cpu = torch.device("cpu")
     groups = [dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=5)), dist.new_group([0, 1])]
     found = [limit_of_group(group, cpu).seconds for group in groups]
-    board = gl.attach(DistributedDataParallel(build()), "Mean()")._board
+    board = gl.attach(DistributedDataParallel(build()), "Mean()")._step.lane.board
     dist.destroy_process_group(groups[1])
     return found, board.timeout
 

@@ -175,12 +175,13 @@ def test_a_group_as_state_is_used():
     assert run_ranks(on_a_subgroup, 4) == [True] * 4
 
 
-def two_models(rank):
+def two_models(rank, wrapping):
     """Two models of one shape, one hook and one backward: their messages must not share a buffer."""
     expected = [
-        flat(train(rank, "compat bf16", steps=1, make=functools.partial(build, seed=s))[0][0]) for s in (1, 2)
+        flat(train(rank, "compat bf16", steps=1, make=functools.partial(build, seed=s), **wrapping)[0][0])
+        for s in (1, 2)
     ]
-    models = [DistributedDataParallel(build(seed=seed)) for seed in (1, 2)]
+    models = [DistributedDataParallel(build(seed=seed), **wrapping) for seed in (1, 2)]
     for model in models:
         model.register_comm_hook(None, compat.bf16_compress_hook)
     for _ in range(3):
@@ -191,8 +192,9 @@ def two_models(rank):
     return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
 
 
-def test_two_models_with_one_hook():
-    assert run_ranks(two_models, 2) == [[True, True]] * 2
+@pytest.mark.parametrize("wrapping", [{}, SMALL], ids=["one bucket", "buckets that come in turns"])
+def test_two_models_with_one_hook(wrapping):
+    assert run_ranks(two_models, 2, wrapping) == [[True, True]] * 2
 
 
 def many_steps(rank, how):

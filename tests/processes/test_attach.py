@@ -143,7 +143,7 @@ def wrong_use(rank):
     for call in (lambda: attachment.swap("Mean()"), lambda: attachment.load_state_dict({})):
         with pytest.raises(gl.WrongState, match="this attachment is closed"):
             call()
-    with pytest.raises(gl.WrongState, match="attach again before you train on"):
+    with pytest.raises(gl.WrongState, match="attach again before you continue to train"):
         ddp(data(rank, 0)).backward()
     # ... and after attaching again the model is as good as new
     with gl.attach(ddp, "Mean()") as again:

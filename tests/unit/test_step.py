@@ -9,6 +9,7 @@ import torch
 import gradlane as gl
 from gradlane.core.bucket import Layout, Slot
 from gradlane.core.events import StepTimes
+from gradlane.feed.ddp import DdpFeed
 from gradlane.feed.nonfinite import NonFinitePolicy
 from gradlane.feed.step import NEXT, OVER, State, Step
 from gradlane.lane.one_rank import OneRank
@@ -63,9 +64,9 @@ def test_a_step_is_committed(step, book):
     assert (step.state, step.next) == (State.BEGUN, 0)
     submit(step, index=1)
     assert (step.state, step.number, step.next) == (State.SUBMITTED, 0, 1)
-    failure = step.wait()
+    assert step.wait() is None
     assert step.state is State.COMPUTED
-    assert step.end(failure, 0.0) is None
+    assert step.end(0.0) is None
     assert step.state is State.COMMITTED
     assert [type(times) for times in book.times] == [StepTimes]
     assert step.layout() == [["weight"], ["weight"]]
@@ -74,7 +75,8 @@ def test_a_step_is_committed(step, book):
 def test_a_mean_that_is_not_finite_skips_the_step(step, book):
     step.begin(gl.Mean())
     submit(step, float("nan"))
-    assert step.end(step.wait(), 0.0) is None
+    step.wait()
+    assert step.end(0.0) is None
     assert (step.state, book.skips) == (State.SKIPPED, 1)
 
 
@@ -83,7 +85,7 @@ def test_a_strategy_that_raises_fails_the_step(step):
     submit(step, strategy=Fragile())
     failure = step.wait()
     assert str(failure) == "broken"
-    assert step.end(failure, 0.0) is failure
+    assert step.end(0.0) is failure
     assert step.state is State.FAILED
 
 
@@ -103,6 +105,44 @@ def test_a_complete_step_that_nobody_ended_counts(step):
     step.finish()  # nothing is left to do
 
 
+class FakeBucket:
+    """What DDP gives a hook."""
+
+    def __init__(self, parameter, index):
+        self.parameter, self.position = parameter, index
+
+    def index(self):
+        return self.position
+
+    def is_last(self):
+        return self.position == 1
+
+    def buffer(self):
+        return torch.ones(self.parameter.numel())
+
+    def parameters(self):
+        return [self.parameter]
+
+
+def test_buckets_of_two_models_may_come_in_turns(step):
+    feed = DdpFeed(step, name_of=lambda bucket, position, parameter: f"{bucket}.{position}")
+    models = [[torch.nn.Parameter(torch.zeros(4)) for _ in range(2)] for _ in range(2)]
+    for index in range(2):
+        for parameters in models:
+            future = feed.reduce(FakeBucket(parameters[index], index), gl.Mean())
+            assert torch.equal(future.wait(), torch.ones(4))
+    assert (step.state, step.next) == (State.COMMITTED, 2)
+
+
+@pytest.mark.parametrize(("strategy", "state"), [(gl.Mean(), State.COMMITTED), (Fragile(), State.FAILED)])
+def test_a_step_that_was_interrupted_before_its_end_is_finished(step, strategy, state):
+    step.begin(strategy)
+    submit(step, strategy=strategy)
+    step.wait()
+    step.finish()
+    assert step.state is state
+
+
 def test_what_is_out_of_order_is_refused(step):
     with pytest.raises(gl.WrongState, match=r"cannot become SUBMITTED .*it is IDLE"):
         submit(step)
@@ -115,7 +155,7 @@ def test_what_is_out_of_order_is_refused(step):
     with pytest.raises(gl.WrongState, match="it is SUBMITTED"):
         submit(step, index=1)
     with pytest.raises(gl.WrongState, match="cannot become COMMITTED"):
-        step.end(None, 0.0)
+        step.end(0.0)
 
 
 def test_the_readme_has_every_state_and_every_file():

@@ -63,7 +63,8 @@ class DdpFeed:
     def reduce(self, bucket: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
         backward = current_backward()
         joined = backward is None  # outside of backward DDP shadows the others for a joined rank
-        if bucket.index() == 0:
+        # A compat hook may serve two models: buckets of one may come after the last bucket of the other.
+        if bucket.index() == 0 or self.step.state is not State.BEGUN:
             self.step.begin(strategy, joined=joined)
             self._counts_active = self._divides_by_active()
         contents = self._contents_of(bucket)
@@ -97,8 +98,8 @@ class DdpFeed:
             return
         computed_at = time.perf_counter()
         with span("wait for the lane"):
-            failure = self.step.wait()
-        error = self.step.end(failure, computed_at)
+            self.step.wait()
+        error = self.step.end(computed_at)
         if error is not None and self.raises_at_once(error):
             raise error
         if error is not None:
@@ -108,7 +109,7 @@ class DdpFeed:
     def _end_joined(self) -> None:
         """A joined rank has no backward that could end its step. DDP waits for the step here anyway."""
         failure = self.step.wait()
-        error = self.step.end(failure, time.perf_counter())
+        error = self.step.end(time.perf_counter())
         if error is not None and error is not failure:  # DDP finds the failure in the futures
             raise error
 

@@ -60,22 +60,23 @@ class OwnLoopFeed:
             wanted = present if all(present) else [bool(some) for some in anywhere.wait().tolist()]
             for bucket, answer in zip(buckets, answers, strict=True):
                 bucket.spread(answer.wait(), parameters, wanted)
-        self._end(failure, began)
+        self._end(began)
 
     def refuse(self, error: Exception, strategy: Strategy) -> None:
         """Fail the step on all ranks with an error of this rank, and raise it."""
         began = time.perf_counter()
         self.step.begin(strategy)
         self._break_off(error)
-        self._end(self.step.wait(), began)
+        self.step.wait()
+        self._end(began)
 
     def _break_off(self, error: Exception) -> None:
         self._exchange_presence(torch.zeros(0, dtype=torch.int32), error)
         self.step.break_off()
 
-    def _end(self, failure: BaseException | None, began: float) -> None:
+    def _end(self, began: float) -> None:
         # Backward was over before the step began, so no communication was hidden behind it.
-        error = self.step.end(failure, computed_at=began)
+        error = self.step.end(computed_at=began)
         if error is not None:
             raise error
 

@@ -77,6 +77,7 @@ class Step:
         self._policy = policy or NonFinitePolicy("propagate", lane.check)
         self._drift = drift
         self._joined = False
+        self._failure: BaseException | None = None  # of this step, once it is computed
         self._first_bucket_at = 0.0
         self._target: Lane | ResumedBuckets = lane  # the lane, but for the first steps after a resume
         self._scratch: dict[int, Scratch] = {}  # by the address of the flat gradient
@@ -89,7 +90,7 @@ class Step:
         self.on_begin()
         self.finish()
         self._change_to(State.BEGUN)
-        self.number, self._joined = self.next, joined
+        self.number, self._joined, self._failure = self.next, joined, None
         self._first_bucket_at = time.perf_counter()
         self._layouts = []
         self._policy.begin_step(strategy, self.number, joined=joined)
@@ -146,11 +147,13 @@ class Step:
         """Backward is over: wait for the lane. The error that failed the step on this rank, if any."""
         self.lane.drain()
         self._change_to(State.COMPUTED)
-        return self.lane.take_failure()
+        self._failure = self.lane.take_failure()
+        return self._failure
 
-    def end(self, failure: BaseException | None, computed_at: float) -> BaseException | None:
+    def end(self, computed_at: float) -> BaseException | None:
         """Commit, skip or fail the step; compare the weights if that is due. The error to raise, if any."""
         ended_at = time.perf_counter()
+        failure = self._failure
         error = self._conclude(failed=failure is not None)
         if not self._joined:
             self._book.step_ended(StepTimes(self.number, self._first_bucket_at, computed_at, ended_at))
@@ -163,11 +166,12 @@ class Step:
         if self.state in OVER:
             return
         stopped = self.state is State.BEGUN
-        self.lane.drain()
-        failed = self.lane.take_failure() is not None
-        if not stopped:
-            self._change_to(State.COMPUTED)
-        if (error := self._conclude(failed=failed or stopped)) is not None:
+        if stopped:
+            self.lane.drain()
+            self.lane.take_failure()
+        elif self.state is State.SUBMITTED:
+            self.wait()
+        if (error := self._conclude(failed=stopped or self._failure is not None)) is not None:
             raise error
 
     def _conclude(self, *, failed: bool) -> NonFinite | None:

@@ -34,6 +34,7 @@ from ..strategies.given import as_strategy, warn_of_unmatched
 from ..strategies.ledgers import follow
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
+from ..torch_internals import current_backward
 from .opening import objection_to, open_for
 from .registry import register, unregister
 from .state import SessionState
@@ -194,6 +195,8 @@ class Session(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. Each rank has its own."""
+        if current_backward() is not None:  # a step whose backward stopped is ended instead
+            self._must_be_between_steps("state_dict")
         return self._state.state_dict(self.strategy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
