@@ -212,10 +212,10 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "law", "told"), BROKEN, ids=lambda value: str(value)[:40])
-def test_each_law_can_fail(strategy, law, told):
+@pytest.mark.parametrize(("strategy", "law", "message"), BROKEN, ids=lambda value: str(value)[:40])
+def test_each_law_can_fail(strategy, law, message):
     findings = gl.check_strategy(strategy, worlds=(2, 3), names={"Reads": Reads})
-    assert any(found.law == law and told in found.told for found in findings), list(map(str, findings))
+    assert any(found.law == law and message in found.message for found in findings), list(map(str, findings))
 
 
 def test_a_residual_of_ones_own():
@@ -236,7 +236,7 @@ def test_a_residual_of_ones_own():
     assert str(found).startswith("nothing is lost: world=2, 6 steps: what arrived of 'a.weight'")
 
 
-def test_what_cannot_be_checked_is_told():
+def test_what_cannot_be_checked_is_refused():
     with pytest.raises(gl.InvalidValue, match="check it with noise_multiplier=0"):
         gl.check_strategy("Private(Mean(), 1.0, 1.0)")
     with pytest.raises(gl.InvalidValue, match=r"refuses all of worlds=\(2, 3\)"):

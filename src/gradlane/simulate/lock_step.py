@@ -29,18 +29,16 @@ class LockStep:
 
     def _common_state(self) -> State:
         """The state of the first rank, if all ranks are in states of one kind."""
-        for kind in (Request, StepSum, Reduced):
-            if one := [rank for rank in self.ranks if isinstance(rank.state, kind)]:
-                others = [rank for rank in self.ranks if not isinstance(rank.state, kind)]
-                break
-        if others:
-            bucket = one[0].bucket
-            raise RanksDisagree(
-                f"step {bucket.step}, bucket {bucket.index}: rank {bucket.rank} {_doing(one[0])}, "
-                f"rank {others[0].bucket.rank} {_doing(others[0])}; on a network this would hang"
-            )
-        assert one[0].state is not None
-        return one[0].state
+        one = min(self.ranks, key=_kind)
+        for other in self.ranks:
+            if _kind(other) != _kind(one):
+                bucket = one.bucket
+                raise RanksDisagree(
+                    f"step {bucket.step}, bucket {bucket.index}: rank {bucket.rank} {_doing(one)}, "
+                    f"rank {other.bucket.rank} {_doing(other)}; on a network this would hang"
+                )
+        assert one.state is not None
+        return one.state
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -75,6 +73,11 @@ class StepDriver(Driver[LockStep]):
 
     def total(self, waiting: Sequence[LockStep]) -> object:
         return [step_total([bucket.ranks[rank] for bucket in waiting]) for rank in range(len(self.results))]
+
+
+def _kind(rank: Running) -> int:
+    """A message names a rank that asks before one that waits, and that before one that has finished."""
+    return 0 if isinstance(rank.state, Request) else 1 if isinstance(rank.state, StepSum) else 2
 
 
 def _doing(rank: Running) -> str:
