@@ -1,4 +1,4 @@
-"""What Lightning's Trainer and Fabric are told when they are not set to DDP."""
+"""The error message for a Lightning Trainer or Fabric whose strategy is not DDP."""
 
 
 def needs_ddp(who: str, strategy: str) -> str:

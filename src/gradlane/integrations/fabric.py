@@ -34,8 +34,8 @@ def attach_fabric(
 ) -> Session:
     """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
 
-    The scaler is that of Fabric's precision. With one device and no DDP the strategy works on one rank, at
-    the end of ``fabric.backward``.
+    The scaler is that of Fabric's precision. With one device and no DDP the strategy runs on one rank, at the
+    end of ``fabric.backward``.
     """
     if not isinstance(module, _FabricModule):
         raise WrongType(
@@ -49,14 +49,14 @@ def attach_fabric(
         return attach(model, strategy, scaler=scaler, **options)
     if not isinstance(fabric.strategy, SingleDeviceStrategy):
         raise WrongType(needs_ddp("Fabric", type(fabric.strategy).__name__))
-    alone = OneProcess(model, strategy, scaler=scaler, **options)
+    session = OneProcess(model, strategy, scaler=scaler, **options)
     accumulating = _Accumulating(fabric, module)
-    reduce_after_backward(fabric, alone, lambda: not accumulating.now)
-    return alone
+    reduce_after_backward(fabric, session, lambda: not accumulating.now)
+    return session
 
 
 class _Accumulating:
-    """Whether ``fabric.no_backward_sync(module)`` is in force, which does nothing where there is no DDP."""
+    """Tracks whether ``fabric.no_backward_sync(module)`` is active. Without DDP it has no effect."""
 
     def __init__(self, fabric: Any, module: object) -> None:
         self.now = False
@@ -64,7 +64,7 @@ class _Accumulating:
 
         @wraps(no_backward_sync)
         @contextmanager
-        def told(of: object, enabled: bool = True) -> Iterator[None]:
+        def tracked(of: object, enabled: bool = True) -> Iterator[None]:
             before, self.now = self.now, enabled if of is module else self.now
             try:
                 with no_backward_sync(of, enabled):
@@ -72,4 +72,4 @@ class _Accumulating:
             finally:
                 self.now = before
 
-        fabric.no_backward_sync = told
+        fabric.no_backward_sync = tracked

@@ -20,8 +20,8 @@ from ..strategies.as_strategy import as_strategy
 from ..strategies.ledgers import follow, reset_state
 from .ddp_only import needs_ddp
 from .fabric import attach_fabric
-from .lightning_checkpoints import START_ANEW, folder_beside, local_path, write_folders_beside
-from .resume import go_on
+from .lightning_checkpoints import START_EMPTY, folder_beside, local_path, write_folders_beside
+from .resume import load_from
 
 __all__ = ["GradientComm", "attach_fabric"]
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 class GradientComm(Callback):
     """Let a strategy carry the gradients of ``Trainer(strategy="ddp", callbacks=[GradientComm(...)])``.
 
-    It attaches when training starts and closes when it ends, however it ends. The metrics go to the
-    trainer's loggers. Beside every ``x.ckpt`` lies a folder ``x.ckpt.gradlane`` with the memory of each
-    rank; ``fit(ckpt_path=...)`` reads it, ``ModelCheckpoint`` deletes it with its checkpoint. A second
-    ``fit`` of the same module goes on with the memory, as it goes on with the module's weights. The scaler is
-    that of the trainer's precision. With one device and no DDP the strategy works on one rank.
+    It attaches when training starts and closes when training ends or raises. The trainer's loggers get the
+    metrics. Beside every ``x.ckpt`` is a folder ``x.ckpt.gradlane`` with the memory of each rank.
+    ``fit(ckpt_path=...)`` reads it, and ``ModelCheckpoint`` deletes it with its checkpoint. A second ``fit``
+    of the same module keeps the memory, as it keeps the module's weights. The scaler is that of the trainer's
+    precision. With one device and no DDP the strategy runs on one rank.
 
     Args:
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
-        log_every: steps between two lots of metrics; the trainer's ``log_every_n_steps`` by default.
-        resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
+        log_every: log the metrics every so many steps; the trainer's ``log_every_n_steps`` by default.
+        resume: False starts with an empty memory, for checkpoints without one or from another strategy.
         options: as for ``gradlane.attach``.
     """
 
@@ -55,17 +55,17 @@ class GradientComm(Callback):
     ) -> None:
         if log_every is not None and log_every < 1:
             raise InvalidValue(f"log_every={log_every}; it counts steps, from 1 on")
-        self.strategy = self._given = as_strategy(strategy)
+        self.strategy = self._original = as_strategy(strategy)
         self.attachment: Session | None = None
-        Settings(**options)  # what is wrong with them is told now, not when training starts
+        Settings(**options)  # wrong options raise here, not when training starts
         self._options = options
         self.failure: BaseException | None = None
         self._log_every = log_every
         self._resume = resume
         self._fresh = self.strategy.state_dict()
-        self._module: weakref.ref[LightningModule] | None = None  # what was trained last
-        self._logged = 0  # the step whose metrics were logged last
-        self._saved_at: int | None = None  # the step that the checkpoint to resume from is in
+        self._module: weakref.ref[LightningModule] | None = None  # the module of the last fit
+        self._logged = 0  # the step of the last metrics that were logged
+        self._saved_at: int | None = None  # the step of the checkpoint to resume from
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -85,18 +85,18 @@ class GradientComm(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _warn_of_remote_checkpoints(trainer)
         before = self.attachment
-        goes_on = before is not None and self._module is not None and self._module() is pl_module
-        if before is not None and goes_on:
-            self.strategy = before.strategy  # it may have been swapped
+        same_module = before is not None and self._module is not None and self._module() is pl_module
+        if before is not None and same_module:
+            self.strategy = before.strategy  # a swap may have replaced it
         else:
-            follow(self.strategy if before is None else before.strategy, self._given)
-            self.strategy = self._given
+            follow(self.strategy if before is None else before.strategy, self._original)
+            self.strategy = self._original
             reset_state(self.strategy, self._fresh)
         self.attachment = attachment = self._attached(trainer)
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
             self._load(attachment, trainer.ckpt_path)
-        elif before is not None and goes_on:
+        elif before is not None and same_module:
             attachment.load_state_dict(before.state_dict())
         self._logged = attachment.step
 
@@ -117,14 +117,14 @@ class GradientComm(Callback):
         if path is None:
             raise InvalidValue(
                 f"{checkpoint} is not in a file system, and the memory of the ranks is saved to file systems "
-                f"only; to begin with an empty memory: {START_ANEW}"
+                f"only; to start with an empty memory: {START_EMPTY}"
             )
         folder = folder_beside(path.resolve())  # a link has its folder where the checkpoint is
-        go_on(attachment, folder, without=START_ANEW)
+        load_from(attachment, folder, start_empty=START_EMPTY)
         if self._saved_at is not None and attachment.step != self._saved_at:
             raise InvalidValue(
                 f"{folder} is of step {attachment.step}, the checkpoint of step {self._saved_at}: a run was "
-                f"cut off between the two; take another, or begin with an empty memory: {START_ANEW}"
+                f"cut off between the two; take another, or start with an empty memory: {START_EMPTY}"
             )
 
     def on_train_batch_end(
@@ -165,6 +165,6 @@ def _warn_of_remote_checkpoints(trainer: Trainer) -> None:
         if path and local_path(path) is None:
             warnings.warn(
                 f"checkpoints go to {path}, and the memory of each rank to file systems only: it will not be "
-                f"saved; to resume, use {START_ANEW}",
+                f"saved; to resume, use {START_EMPTY}",
                 stacklevel=2,
             )

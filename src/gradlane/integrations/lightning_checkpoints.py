@@ -1,7 +1,8 @@
 """A folder of per-rank files beside every Lightning checkpoint.
 
-Rank 0 alone writes a ``.ckpt``, and no hook of a callback is told its path. Two methods of the trainer's
-strategy are, on every rank: so these two are wrapped, for as long as the trainer lives.
+Only rank 0 writes a ``.ckpt``, and Lightning passes its path to no hook of a callback. But it calls two
+methods of the trainer's strategy with that path, on every rank. These two are wrapped for as long as the
+trainer lives.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from ..lane.failure import with_note
 from ..session import Session
 
-START_ANEW = "GradientComm(..., resume=False)"
+START_EMPTY = "GradientComm(..., resume=False)"
 AFTER_FAILURE = 60.0  # seconds to wait for the others: some of them may be gone
 
 
@@ -23,7 +24,7 @@ class Owner(Protocol):
 
     attachment: Session | None
     failure: BaseException | None
-    """What ended training, while Lightning makes its last checkpoints of it."""
+    """The exception that ended training; Lightning may save checkpoints after it."""
 
 
 def folder_beside(checkpoint: Path) -> Path:
@@ -31,17 +32,17 @@ def folder_beside(checkpoint: Path) -> Path:
 
 
 def write_folders_beside(strategy: Any, owner: Owner) -> None:
-    """Let ``strategy.save_checkpoint`` write the folder too, and ``remove_checkpoint`` remove it."""
+    """Make ``strategy.save_checkpoint`` write the folder too, and ``remove_checkpoint`` remove it."""
     own = strategy.save_checkpoint, strategy.remove_checkpoint
-    # An earlier fit, perhaps of another trainer, may have wrapped them: never twice.
+    # An earlier fit, perhaps of another trainer, may have wrapped them already.
     save_checkpoint, remove_checkpoint = vars(strategy).setdefault("_before_gradlane", own)
     find = weakref.ref(owner)
 
     def save(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         owner, path = find(), local_path(filepath)
-        # Checkpoints of weights only have no callbacks in them, and nothing can go on from there.
+        # A checkpoint of weights only has no callbacks, and a run cannot resume from it.
         if owner is not None and path is not None and "callbacks" in checkpoint:
-            # The folder first: a checkpoint that is there has one, whenever the run is cut off.
+            # The folder first: then every checkpoint that exists has one, even if the run is killed here.
             _save_folder(owner, path)
         save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -65,13 +66,13 @@ def _save_folder(owner: Owner, checkpoint: Path) -> None:
     except Exception as error:
         if owner.failure is None:
             raise
-        # After an exception the ranks may be in different steps, or gone. It is what must be seen.
+        # After an exception the ranks may be in different steps, or gone. The user must see the exception.
         why = str(error).partition("\n")[0]
-        note = f"{checkpoint} is without the memory of the ranks ({why}); to resume from it: {START_ANEW}"
+        note = f"{checkpoint} has no memory of the ranks ({why}); to resume from it: {START_EMPTY}"
         with_note(owner.failure, note)
 
 
 def local_path(path: object) -> Path | None:
-    """None for s3:// and the like, where Lightning writes too: files of each rank need a file system."""
+    """None for s3:// and the like: Lightning writes there too, but the files of each rank need a file system."""
     text = str(path)
     return None if "://" in text else Path(text)

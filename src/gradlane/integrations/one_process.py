@@ -1,5 +1,5 @@
-"""A framework that has started one process wraps no model in DDP: its ``backward`` is where gradients are
-reduced then."""
+"""Frameworks that run one process do not wrap the model in DDP. There the strategy runs after their
+``backward``."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from ..session import Session
 from ..session.one_process import OneProcess
 from ..settings import Options
 
-MARK = "_gradlane_alone"
+MARK = "_gradlane_one_process"
 
 
 def attached(accelerator: Any, model: nn.Module, strategy: Strategy | str, options: Options) -> Session:
-    """To the DDP model of an Accelerator, or to the plain one of a single process."""
+    """Attach to the DDP model of an Accelerator, or to the plain model of a single process."""
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, scaler=accelerator.scaler, **options)
-    alone = OneProcess(model, strategy, scaler=accelerator.scaler, **options)
-    reduce_after_backward(accelerator, alone, lambda: bool(accelerator.sync_gradients))
-    return alone
+    session = OneProcess(model, strategy, scaler=accelerator.scaler, **options)
+    reduce_after_backward(accelerator, session, lambda: bool(accelerator.sync_gradients))
+    return session
 
 
-def reduce_after_backward(owner: Any, alone: OneProcess, synced: Callable[[], bool]) -> None:
-    """Let ``owner.backward`` (an Accelerator's, or Fabric's) end with the work of the strategy, where
-    ``synced`` says that a step is whole."""
-    watched: list[tuple[OneProcess, Callable[[], bool]]] = vars(owner).setdefault(MARK, [])
-    watched[:] = [pair for pair in watched if pair[0].is_open]
-    watched.append((alone, synced))
+def reduce_after_backward(owner: Any, session: OneProcess, synced: Callable[[], bool]) -> None:
+    """Make ``owner.backward`` (of an Accelerator or Fabric) run the strategy at its end.
+
+    ``synced`` says whether this backward is the last one of a step.
+    """
+    sessions: list[tuple[OneProcess, Callable[[], bool]]] = vars(owner).setdefault(MARK, [])
+    sessions[:] = [pair for pair in sessions if pair[0].is_open]
+    sessions.append((session, synced))
     if "backward" in vars(owner):  # wrapped already
         return
     backward = owner.backward
 
     @wraps(backward)
     def and_reduce(*args: Any, **kwargs: Any) -> Any:
-        answer = backward(*args, **kwargs)
-        for each, is_whole in list(watched):
-            each.backward_ended(synced=is_whole())
-        return answer
+        result = backward(*args, **kwargs)
+        for each, is_synced in list(sessions):
+            each.backward_ended(synced=is_synced())
+        return result
 
     owner.backward = and_reduce

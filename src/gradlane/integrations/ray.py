@@ -19,7 +19,7 @@ from ..session import Session
 from ..session.one_process import OneProcess
 from ..settings import ScaledOptions
 from ..torch_internals import uncompiled
-from .resume import go_on
+from .resume import load_from
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,10 +36,10 @@ def attach_ray(
 ) -> Session:
     """``gradlane.attach`` for a model that ``ray.train.torch.prepare_model`` has returned.
 
-    Call it in the train loop, on every worker. Where ``ray.train.get_checkpoint()`` has a checkpoint, as
-    after a restart, it also loads the memory of each rank that ``report`` has put there; ``resume=False``
-    begins with an empty one. The other options are those of ``gradlane.attach``. With one worker, whose model
-    is not in DDP, the strategy works on one rank, at the end of each backward.
+    Call it in the train loop, on every worker. If ``ray.train.get_checkpoint()`` returns a checkpoint, as it
+    does after a restart, this loads the memory of each rank that ``report`` has saved there. ``resume=False``
+    starts with an empty memory. The other options are those of ``gradlane.attach``. With one worker the model
+    is not in DDP, and the strategy runs on one rank, at the end of each backward.
     """
     if not dist.is_initialized():
         raise WrongState("there is no process group; call attach_ray in the train loop of a TorchTrainer")
@@ -47,12 +47,12 @@ def attach_ray(
     checkpoint = ray.train.get_checkpoint() if resume else None
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
-            go_on(attachment, Path(folder) / FOLDER, without="attach_ray(..., resume=False)")
+            load_from(attachment, Path(folder) / FOLDER, start_empty="attach_ray(..., resume=False)")
     return attachment
 
 
 def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions) -> Session:
-    """To the one that has the gradients, compiled or not."""
+    """Attach to the DDP model, or to the plain model of a single worker."""
     if isinstance(model, DistributedDataParallel):
         return attach(model, strategy, **options)
     if dist.get_world_size() > 1:
@@ -60,9 +60,9 @@ def _attached(model: nn.Module, strategy: Strategy | str, options: ScaledOptions
             f"gradlane works on DDP models, got a {type(model).__name__}; call model = "
             "ray.train.torch.prepare_model(model) first, and pass what it returned"
         )
-    alone = OneProcess(model, strategy, **options)
-    alone.after_every_backward()
-    return alone
+    session = OneProcess(model, strategy, **options)
+    session.after_every_backward()
+    return session
 
 
 def report(
@@ -70,15 +70,15 @@ def report(
 ) -> None:
     """``ray.train.report`` with the metrics of the attachment. Every worker calls it, equally often.
 
-    With ``save`` it is a checkpoint: on rank 0 ``save(folder)`` writes model and optimizer, and the memory
-    of each rank goes beside them. Ray gathers the folders of all workers into one.
+    With ``save`` the report has a checkpoint: ``save(folder)`` writes model and optimizer on rank 0, and each
+    rank writes its memory beside them. Ray gathers the folders of all workers into one.
     """
-    told = {**metrics, **attachment.metrics()}
+    all_metrics = {**metrics, **attachment.metrics()}
     if save is None:
-        ray.train.report(told)
+        ray.train.report(all_metrics)
         return
     with TemporaryDirectory() as folder:
         if ray.train.get_context().get_world_rank() == 0:
             save(Path(folder))
         attachment.save(Path(folder) / FOLDER)  # each worker has a folder of its own, as on a disk of its own
-        ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(folder))
+        ray.train.report(all_metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

@@ -8,13 +8,13 @@ from ..errors import InvalidValue
 from ..session import Session
 
 
-def go_on(attachment: Session, folder: Path, *, without: str) -> None:
-    """As ``attachment.load``, which refuses on all ranks or on none; ``without`` says how to begin with an
-    empty memory instead."""
+def load_from(attachment: Session, folder: Path, *, start_empty: str) -> None:
+    """Load the memory of each rank, on all ranks or on none. An error also says how to start with an empty
+    memory: ``start_empty``."""
     try:
         attachment.load(folder)
     except InvalidValue as error:
         raise InvalidValue(
-            f"{error}; the folder is part of the checkpoint and is copied along with it; to begin with an "
-            f"empty memory: {without}"
+            f"{error}; the folder is part of the checkpoint and is copied along with it; to start with an "
+            f"empty memory: {start_empty}"
         ) from error

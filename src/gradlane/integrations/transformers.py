@@ -20,7 +20,7 @@ from ..strategies.as_strategy import as_strategy
 from ..strategies.ledgers import follow, reset_state
 from ..torch_internals import uncompiled
 from .one_process import attached
-from .resume import go_on
+from .resume import load_from
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,17 +39,17 @@ def attach_trainer(
 ) -> GradientComm:
     """Let a strategy carry the gradients of ``trainer.train()``. Call it before that, on every rank.
 
-    It attaches when training begins and closes when it ends, however it ends. The metrics are in what the
-    Trainer logs, and the memory of each rank is in the folder ``gradlane`` of each checkpoint, from where
-    ``train(resume_from_checkpoint=...)`` takes it. The scaler is the Trainer's own. In one process,
-    without DDP, the strategy works on one rank. A second ``train()`` begins with empty residuals; what a
-    ``Private`` has spent stays spent.
+    It attaches when training starts and closes when training ends or raises. The Trainer logs the metrics.
+    The folder ``gradlane`` of each checkpoint has the memory of each rank, and
+    ``train(resume_from_checkpoint=...)`` loads it. The scaler is the Trainer's own. In one process, without
+    DDP, the strategy runs on one rank. A second ``train()`` starts with empty residuals, but the privacy
+    ledger of a ``Private`` keeps counting.
 
     Args:
         trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
         metrics: which of the metrics to log (the Trainer prints what it logs); None for all.
-        resume: False begins with an empty memory where a checkpoint has none, or one of another strategy.
+        resume: False starts with an empty memory, for checkpoints without one or from another strategy.
         options: as for ``gradlane.attach``.
     """
     if not isinstance(trainer, Trainer):
@@ -66,7 +66,7 @@ def attach_trainer(
             f"gradlane works on DDP models, and the Trainer runs in {trainer.args.parallel_mode}; start two "
             "or more processes: torchrun --nproc-per-node 2 train.py"
         )
-    Settings(**options)  # what is wrong with them is told now, not when training begins
+    Settings(**options)  # wrong options raise here, not when training starts
     callback = GradientComm(trainer, as_strategy(strategy), options, metrics, resume)
     # First of all: those that report what is logged must find the metrics there.
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -75,7 +75,7 @@ def attach_trainer(
 
 
 class GradientComm(TrainerCallback):
-    """Made by ``attach_trainer``; ``attachment`` is there from the beginning of training on."""
+    """Made by ``attach_trainer``. ``attachment`` is None until training starts."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class GradientComm(TrainerCallback):
         self._checkpoint: Path | None = None  # to resume from
 
     def around(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """``train``, whose argument says where to resume, and whose end no callback is told if it fails."""
+        """Wrap ``train``: its argument says where to resume, and no callback is called if it raises."""
 
         @wraps(train)
         def watched(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +116,8 @@ class GradientComm(TrainerCallback):
         self._close()  # a batch size that was too large begins again
         wrapped = self._trainer.model_wrapped
         model = uncompiled(wrapped)  # a compiled module holds the one with the gradients
-        alone = args.parallel_mode == ParallelMode.NOT_PARALLEL
-        if not isinstance(model, DistributedDataParallel) and not alone:
+        one_process = args.parallel_mode == ParallelMode.NOT_PARALLEL
+        if not isinstance(model, DistributedDataParallel) and not one_process:
             raise WrongType(
                 f"gradlane works on DDP models, and the Trainer made a {type(model).__name__}; use it "
                 "without FSDP, DeepSpeed and tensor parallelism"
@@ -127,8 +127,8 @@ class GradientComm(TrainerCallback):
         reset_state(self._strategy, self._fresh)  # a second train() counts from 0 too
         self.attachment = attached(self._trainer.accelerator, model, self._strategy, self._options)
         if self._checkpoint is not None and self._resume:
-            without = "attach_trainer(..., resume=False)"
-            go_on(self.attachment, self._checkpoint / FOLDER, without=without)
+            start_empty = "attach_trainer(..., resume=False)"
+            load_from(self.attachment, self._checkpoint / FOLDER, start_empty=start_empty)
 
     def on_log(
         self,
@@ -149,7 +149,7 @@ class GradientComm(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Of a model alone, and of a trial among many, nothing goes on.
+        # No run resumes from a checkpoint of the model only, nor from a trial of a hyperparameter search.
         if self.attachment is None or args.save_only_model or state.is_hyper_param_search:
             return
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
