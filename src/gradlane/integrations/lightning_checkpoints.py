@@ -73,6 +73,6 @@ def _save_folder(owner: Owner, checkpoint: Path) -> None:
 
 
 def local_path(path: object) -> Path | None:
-    """None for s3:// and the like: Lightning writes there too, but the files of each rank need a file system."""
+    """None for s3:// and the like. Lightning writes there, but the files of each rank need a file system."""
     text = str(path)
     return None if "://" in text else Path(text)
