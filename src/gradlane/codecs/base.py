@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..core.collectives import Payload
 from ..core.message import PayloadLayout
-from ..errors import InvalidValue, WrongType
+from ..errors import InvalidValue
 from ..kernels.finite import all_finite
+from .checks import check_flat, check_residual, described
 
-RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PIECE = 65_536  # elements; with its temporaries it stays in the second-level cache
 
 
@@ -90,7 +90,7 @@ class Codec(ABC):
         """
         payload = self._payload(gradient, out)
         residual_out = residual if residual_out is None else residual_out
-        _check_residual(gradient, residual, residual_out)
+        check_residual(gradient, residual, residual_out)
         if not _holds_numbers(gradient):
             return payload
         if residual.dtype == torch.float64:  # the residual includes what fp32 cannot hold
@@ -144,7 +144,7 @@ class Codec(ABC):
         keep_finite(residual_out.sub_(decoded))
 
     def _payload(self, flat: Tensor, out: Payload | None) -> Payload:
-        _checked(flat, type(self).__name__)
+        check_flat(flat, type(self).__name__)
         if out is None:
             return tuple(
                 torch.empty(shape, dtype=dtype, device=flat.device)
@@ -155,7 +155,7 @@ class Codec(ABC):
 
     def _check(self, payload: Payload, flat: Tensor) -> None:
         # The kernels write through bare pointers: a wrong shape must not get that far.
-        _checked(flat, type(self).__name__)
+        check_flat(flat, type(self).__name__)
         layout = self.layout(flat.numel())
         fits = len(payload) == len(layout) and all(
             part.shape == shape
@@ -168,7 +168,7 @@ class Codec(ABC):
             wanted = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in layout)
             raise InvalidValue(
                 f"{type(self).__name__} of {flat.numel()} elements on {flat.device} has the payload "
-                f"({wanted}), got ({', '.join(_described(part) for part in payload)}); "
+                f"({wanted}), got ({', '.join(described(part) for part in payload)}); "
                 f"make it with layout({flat.numel()})"
             )
 
@@ -189,35 +189,6 @@ def keep_finite(residual: Tensor) -> None:
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _checked(flat: Tensor, codec: str) -> None:
-    if not isinstance(flat, Tensor) or not flat.is_floating_point() or flat.is_sparse:
-        got = _described(flat) if isinstance(flat, Tensor) else type(flat).__name__
-        raise WrongType(f"{codec} takes dense floating-point tensors, got {got}")
-    if flat.dim() != 1:
-        raise InvalidValue(f"{codec} takes flat tensors, got {_described(flat)}; pass flat.view(-1)")
-
-
-def _check_residual(gradient: Tensor, residual: Tensor, residual_out: Tensor) -> None:
-    if (
-        residual.dtype not in RESIDUAL_DTYPES
-        or residual.shape != gradient.shape
-        or residual.device != gradient.device
-    ):
-        raise InvalidValue(
-            f"residual is {_described(residual)}; it must be float32, bfloat16 or float64 and otherwise like "
-            f"the gradient, which is {_described(gradient)}"
-        )
-    if (
-        residual_out.dtype != residual.dtype
-        or residual_out.shape != residual.shape
-        or residual_out.device != residual.device
-    ):
-        raise InvalidValue(
-            f"residual_out is {_described(residual_out)}; it must be like residual, which is "
-            f"{_described(residual)}"
-        )
-
-
 def _holds_numbers(flat: Tensor) -> bool:
     return flat.device.type != "meta" and flat.numel() > 0
 
@@ -232,7 +203,3 @@ def _single(flat: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

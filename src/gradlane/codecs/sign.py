@@ -48,9 +48,7 @@ class Sign(BlockCodec):
     def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         values = rotated(rows.values, keys) if self.rotate else rows.values
         sums = values.abs()
-        while (
-            half := sums.shape[1] // 2
-        ) > 0:  # a fixed tree, so that every implementation adds in the same order
+        while (half := sums.shape[1] // 2) > 0:  # a fixed tree: every implementation adds in this order
             sums = sums[:, :half] + sums[:, half:]
         means = sums[:, 0] / torch.full_like(sums[:, 0], self.block if self.rotate else rows.filled)
         scales = means.to(torch.bfloat16)

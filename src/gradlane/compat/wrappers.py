@@ -1,4 +1,4 @@
-"""fp16 and bf16 round any hook; one of our own becomes another strategy instead.
+"""fp16 and bf16 around any hook; a hook of this package becomes another strategy instead.
 
 No ``from __future__ import annotations`` here: DDP compares a hook's annotations by identity.
 """
@@ -42,7 +42,7 @@ class Plain:
 
 
 translations: MutableMapping[Hook, Translation] = WeakKeyDictionary()
-"""Of the hooks of this package, and of those that the wrappers made of them, as long as these are in use."""
+"""Translations of the hooks of this package, and of hooks that the wrappers made of them."""
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:

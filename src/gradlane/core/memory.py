@@ -200,8 +200,7 @@ class Memory:
         return f"Memory({count} parameters)" if count else "Memory()"
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Memory) and self.dtype == other.dtype
-        )  # values do not count in comparisons of strategies
+        """Values do not count: strategies are compared by their options."""
+        return isinstance(other, Memory) and self.dtype == other.dtype
 
     __hash__ = None  # type: ignore[assignment]

@@ -91,7 +91,7 @@ class Strategy(ABC):
     async def reduce(self, bucket: Bucket) -> Reduced:
         """Await collectives until every rank holds the same gradient."""
 
-    def check_world(self, world: int) -> None:  # noqa: B027  most have nothing against any
+    def check_world(self, world: int) -> None:  # noqa: B027  most accept any number
         """Refuse a number of ranks with which no step is possible; called before the first step. It speaks
         for this strategy alone: those inside are called too."""
 

@@ -88,7 +88,7 @@ class Spent(Shared):
         self.noise_multiplier = noise
         self.sample_rate = sampling
         self.steps = 0
-        self._before = 0  # the step under way
+        self._before = 0  # steps before the current one
         self._earlier: dict[Mechanism, int] = {}  # by other strategies, read from a checkpoint
         self._followed: list[Spent] = []  # ledgers of strategies that trained the model before
 

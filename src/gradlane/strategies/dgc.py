@@ -65,10 +65,8 @@ class DGC(Strategy):
         torch.mul(u, self.momentum, out=u_out).add_(self._clipped(bucket))  # 1, 2
         bucket.flat.copy_(u_out)
         exchange = Gathered(TopK(self.share(bucket.step)))
-        feedback = Feedback(v, v_out, want_sent=True)
-        reduced = await exchange.reduce(
-            replace(bucket, feedback=feedback)
-        )  # 3; v_out = v + u - what was sent
+        feedback = Feedback(v, v_out, want_sent=True)  # v_out = v + u - what is sent
+        reduced = await exchange.reduce(replace(bucket, feedback=feedback))  # 3
         if reduced.sent is not None:
             u_out.masked_fill_(reduced.sent() != 0, 0.0)  # 4
         if not bucket.flat.is_meta:
