@@ -75,10 +75,13 @@ def test_import_is_light(tmp_path):
         return ast.literal_eval(done.stdout)
 
     imported_once()
-    found = [imported_once() for _ in range(3)]
-    added = set(found[0][1]) - {"gradlane", "torch", "_remote_module_non_scriptable"}
+    for _ in range(3):  # a machine that is busy with other things may be slow for a while
+        seconds, modules = imported_once()
+        if seconds < 0.05:
+            break
+    added = set(modules) - {"gradlane", "torch", "_remote_module_non_scriptable"}
     assert added <= set(sys.stdlib_module_names)
-    assert min(seconds for seconds, _ in found) < 0.05
+    assert seconds < 0.05
 
 
 def test_type_checkers_are_told_of_the_names_that_there_are():
