@@ -3,7 +3,7 @@
 As little as possible is done here: what this module defines, the scripts have as ``__main__`` too.
 """
 
-import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -23,12 +23,10 @@ def _next_script():
         request = json.loads(line)
         launcher = os.fork()
         if launcher == 0:
-            os.setsid()
+            _die_with_parent()
             if (rank := _forked_rank(request)) is not None:
                 return rank
         _, status = os.waitpid(launcher, 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher, signal.SIGKILL)  # what a script has left behind
         print(os.waitstatus_to_exitcode(status), flush=True)
     os._exit(0)
 
@@ -40,6 +38,7 @@ def _forked_rank(request):
     ranks = set()
     for rank in range(world):
         if (pid := os.fork()) == 0:
+            _die_with_parent()
             os.close(write)
             port = os.read(read, 100).decode() if request["ranks"] else None
             os.close(read)
@@ -68,6 +67,12 @@ def _first_failure(ranks, end):
     return failed
 
 
+def _die_with_parent():
+    """So that an interrupted test leaves no script behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _become(request):
     """Arguments, environment and files as torchrun would have them."""
     if request["port"]:
@@ -87,6 +92,7 @@ def _become(request):
     torch.set_num_threads(1)
 
 
+_die_with_parent()
 gc.freeze()  # the end of a script collects what it has made, and does not go through all of torch
 _request = _next_script()
 _become(_request)

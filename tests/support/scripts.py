@@ -52,5 +52,5 @@ def _server():
 
 def _end(server, owner):
     if os.getpid() == owner:  # and not in a rank that was forked
-        server.stdin.close()
+        server.kill()
         server.wait()
