@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Style, types, architecture, tests. Arguments go to pytest: ./test.sh tests/unit -k bucket
-# Without any, one pytest process per core shares the tests: tests/run.py.
+# Without any, several pytest processes share the tests: tests/run.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 ./setup.sh

@@ -1,7 +1,7 @@
 """Style, types, architecture and all tests, over all cores. Arguments go to pytest: -m "not slow".
 
-One pytest process per core, which share the tests (support/split.py). The first prints as it goes; what the
-others and the checks say follows at the end. Ctrl-C ends them all.
+One pytest process per core and one more share the tests (support/split.py). The first prints as it goes; the
+output of the others, and of the checks, follows at the end. Ctrl-C ends them all.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class Job:
 
 def main(arguments):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = max(2, min(cores, MOST_PROCESSES))  # tests with ranks often wait: two are of use on one core too
+    count = min(cores + 1, MOST_PROCESSES)  # one more than cores: tests with ranks often wait
     with tempfile.TemporaryDirectory(prefix="gradlane-tests-") as folder, contextlib.ExitStack() as ends:
         outputs, claims = Path(folder), Path(folder) / "claims"
         claims.mkdir()

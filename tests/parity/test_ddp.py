@@ -58,7 +58,7 @@ def compare_with_plain(rank, names):
     return outcomes
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_mean_is_ddp(world):
     # bf16 and fp16 round at every step, so only the two-rank runs, which are bit-equal, compare
     names = [name for name in SETTINGS if world == 2 or name not in ("bf16", "fp16")]
