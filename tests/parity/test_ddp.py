@@ -86,7 +86,7 @@ def every_strategy(rank):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicas_are_bit_equal_after_every_step(world):
-    assert run_ranks(every_strategy, world, deadline=120) == [[]] * world
+    assert run_ranks(every_strategy, world, deadline=240) == [[]] * world
 
 
 def in_both_worlds(rank, world):
