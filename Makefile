@@ -15,13 +15,13 @@ check: setup
 test:
 	./test.sh
 test-all:
-	./setup.sh frameworks
-	$(PYTHON) -m pytest -m "slow or not slow"
+	./setup.sh test frameworks
+	$(PYTHON) tests/run.py -m "slow or not slow" --durations=25
 	tests/levels/run.sh
 test-levels: setup
 	tests/levels/run.sh
 test-ray:
-	GRADLANE_VENV=.venv-ray ./setup.sh ray
+	GRADLANE_VENV=.venv-ray ./setup.sh test ray
 	.venv-ray/bin/python -m pytest -m "slow or not slow" tests/integration/test_ray.py tests/integration/test_pages.py
 sanitize:
 	tests/sanitize/run.sh

@@ -2,5 +2,5 @@
 # Two local processes train a small language model with DDP, with and without gradlane.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-"$here/setup.sh"
+"$here/setup.sh" cli
 exec "$here/.venv/bin/gradlane" demo "$@"

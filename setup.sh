@@ -1,16 +1,25 @@
 #!/usr/bin/env bash
-# Makes .venv where it is missing and installs what is needed. Quick when nothing has changed.
-# `./setup.sh frameworks` also installs Lightning, Accelerate and transformers, for tests/integration;
-# `GRADLANE_VENV=.venv-ray ./setup.sh ray` makes an environment of its own with Ray.
+# Makes .venv where it is missing, and adds to it what is asked for. Quick when nothing has changed.
+#   ./setup.sh               the tools of the tests: the extra `test` of pyproject.toml
+#   ./setup.sh cli           what the demo needs, and no more
+#   ./setup.sh frameworks    Lightning, Accelerate and transformers, for tests/integration
+#   GRADLANE_VENV=.venv-ray ./setup.sh test ray    an environment of its own with Ray
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-extras=test${1:+,$1}
+extras=("${@:-test}")
 venv=${GRADLANE_VENV:-.venv}
-stamp=$venv/.installed-$extras
+
+# A stamp says of which files an extra, or gradlane itself, was installed.
 wanted=$(cat pyproject.toml constraints.txt setup.sh setup.py src/gradlane/kernels/csrc/* | cksum; pwd)
-if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+current() { [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ]; }
+missing=()
+for extra in "${extras[@]}"; do
+  current "$extra" || missing+=("$extra")
+done
+if [ ${#missing[@]} = 0 ]; then
   exit 0
 fi
+
 python=${PYTHON:-python3}
 if [ ! -x "$venv/bin/python" ]; then
   echo "making $venv ..."
@@ -19,8 +28,17 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 pip=("$venv/bin/python" -m pip)
 "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python "$venv/bin/python")
-echo "installing gradlane and its tools into $venv (the first time takes a minute or two) ..."
-"${pip[@]}" install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extras]"
-# pip would compile one file after the other; this takes all cores. What cannot be compiled is a template.
-"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages >/dev/null 2>&1 || true
-printf '%s\n' "$wanted" > "$stamp"
+
+list=$(IFS=,; echo "${missing[*]}")
+if current gradlane; then
+  echo "adding gradlane[$list] to $venv ..."
+  package=("gradlane[$list]")  # installed already: pip adds what the extras lack, and compiles nothing
+else
+  echo "installing gradlane[$list] into $venv (the first time takes a minute or two) ..."
+  package=(-e ".[$list]")
+fi
+# Python compiles modules when it first imports them, which is a small part of all that are installed.
+"${pip[@]}" install --quiet --disable-pip-version-check --no-compile -c constraints.txt "${package[@]}"
+for name in gradlane "${missing[@]}"; do
+  printf '%s\n' "$wanted" >"$venv/.installed-$name"
+done

@@ -19,6 +19,7 @@ from ..support.catalogue import (
     NodeFirst,
     ShardedMean,
 )
+from ..support.grids import grid
 
 everyone = pytest.mark.parametrize("name", STRATEGIES)
 UNWRITTEN = (
@@ -41,8 +42,10 @@ def simulation(name, world, **options):
 
 
 @everyone
-@pytest.mark.parametrize("world", [1, 2, 4, 5])
-@pytest.mark.parametrize("bucket_bytes", [None, 64])
+@pytest.mark.parametrize(
+    ("world", "bucket_bytes"),
+    grid([1, 2, 4, 5], [None, 64], quick=[(1, 64), (2, None), (4, 64), (5, None)]),
+)
 def test_ranks_are_bit_equal_and_keep_shape_and_dtype(name, world, bucket_bytes):
     ranks = simulation(name, world, bucket_bytes=bucket_bytes)
     for step in range(4):
@@ -60,8 +63,7 @@ def test_ranks_are_bit_equal_and_keep_shape_and_dtype(name, world, bucket_bytes)
 
 
 @everyone
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("bucket_bytes", [None, 64])
+@pytest.mark.parametrize(("world", "bucket_bytes"), grid([2, 4], [None, 64], quick=[(2, None), (4, 64)]))
 def test_the_meta_trace_is_the_real_trace(name, world, bucket_bytes):
     ranks = simulation(name, world, bucket_bytes=bucket_bytes)
     for step in range(4):

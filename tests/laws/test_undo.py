@@ -1,11 +1,14 @@
 """A step that does not count leaves no trace, and a bad number never hides: over all strategies."""
 
+import math
+
 import pytest
 import torch
 
 from gradlane.core.strategy import is_undoable, named_states
 
 from ..support.catalogue import STRATEGIES
+from ..support.grids import grid
 from .test_laws import SHAPES, everyone, gradients, simulation
 
 STAYS = ("spent",)  # what was sent cannot be taken back; test_private.py has the law of it
@@ -73,8 +76,14 @@ def test_an_undone_step_leaves_no_trace(name, bucket_bytes):
 
 
 @everyone
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("at", ["a.weight", "scale"])
+@pytest.mark.parametrize(
+    ("bad", "at"),
+    grid(
+        [math.nan, math.inf, -math.inf],
+        ["a.weight", "scale"],
+        quick=[(math.nan, "scale"), (math.inf, "a.weight"), (-math.inf, "scale")],
+    ),
+)
 def test_a_bad_number_is_seen_by_all_or_none(name, bad, at):
     """And where none sees it, the answer is as good as any: nothing that is residual or kept is lost by
     it."""

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The tests whose numbers may depend on the make of the processor, as it would be with fewer instructions:
 # our kernels, torch's, MKL's and oneDNN's are lowered together. Arguments go to pytest.
+# As many levels as there are cores run at a time; what a level prints follows at its end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-trap 'exit 130' INT TERM
 python=${GRADLANE_PYTHON:-.venv/bin/python}
 
 # What a BLAS has a part in, and what must be the same bits after a resume.
@@ -24,7 +24,20 @@ levels=(
   "AVX-512, two threads|products|avx512|OMP_NUM_THREADS=2"
 )
 has=" torch $("$python" -c 'from gradlane.kernels import native; print(*native.levels())') "
+folder=$(mktemp -d)
+declare -A name_of=()
 failed=()
+trap 'kill "${!name_of[@]}" 2>/dev/null || true; wait; rm -rf "$folder"' EXIT
+trap 'exit 130' INT TERM
+
+finish_one() {
+  local code=0 pid
+  wait -n -p pid "${!name_of[@]}" || code=$?
+  cat "$folder/${name_of[$pid]}"
+  if [ "$code" != 0 ]; then failed+=("${name_of[$pid]}"); fi
+  unset "name_of[$pid]"
+}
+
 for level in "${levels[@]}"; do
   IFS='|' read -r name which kernels settings <<<"$level"
   if [[ $has != *" $kernels "* ]]; then
@@ -33,11 +46,17 @@ for level in "${levels[@]}"; do
   fi
   tests=("${products[@]}")
   if [ "$which" = all ]; then tests+=("${others[@]}"); fi
-  echo "== $name ($which): GRADLANE_KERNELS=$kernels $settings"
-  # shellcheck disable=SC2086  # several settings, none with a blank in it
-  env GRADLANE_KERNELS="$kernels" $settings "$python" -m pytest -m "not slow" -q -o cache_dir=.pytest_cache/levels \
-    "${tests[@]}" "$@" || failed+=("$name")
+  if [ ${#name_of[@]} -ge "$(nproc)" ]; then finish_one; fi
+  {
+    echo "== $name ($which): GRADLANE_KERNELS=$kernels $settings"
+    # shellcheck disable=SC2086  # several settings, none with a blank in it
+    exec env GRADLANE_KERNELS="$kernels" $settings "$python" -m pytest -m "not slow" -q \
+      -o cache_dir=".pytest_cache/$name" "${tests[@]}" "$@"
+  } >"$folder/$name" 2>&1 &
+  name_of[$!]=$name
+  echo "running: $name"
 done
+while [ ${#name_of[@]} -gt 0 ]; do finish_one; done
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'failed: %s\n' "${failed[@]}"
   exit 1

@@ -58,7 +58,7 @@ def compare_with_plain(rank, names):
     return outcomes
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_mean_is_ddp(world):
     # bf16 and fp16 round at every step, so only the two-rank runs, which are bit-equal, compare
     names = [name for name in SETTINGS if world == 2 or name not in ("bf16", "fp16")]
@@ -75,7 +75,7 @@ def every_strategy(rank):
         ddp = DistributedDataParallel(build(), **SMALL)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         with gl.attach(ddp, make(), ranks_per_node=2, timeout=20):
-            for step in range(4):
+            for step in range(3):
                 optimizer.zero_grad()
                 ddp(data(rank, step)).backward()
                 optimizer.step()
@@ -86,7 +86,7 @@ def every_strategy(rank):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicas_are_bit_equal_after_every_step(world):
-    assert run_ranks(every_strategy, world, deadline=120) == [[]] * world
+    assert run_ranks(every_strategy, world, deadline=240) == [[]] * world
 
 
 def in_both_worlds(rank, world):

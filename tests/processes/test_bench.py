@@ -25,6 +25,8 @@ from gradlane.report.write import write_page
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
 
+pytestmark = pytest.mark.networks
+
 ROOT = Path(__file__).parents[2]
 TINY = BenchPlan(
     arms=("Mean()", "torch.fp16", "torch.bf16"),

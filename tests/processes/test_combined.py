@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import run_ranks
 
+from ..support.grids import grid
 from ..support.training import build, data, replicas_equal
 
 
@@ -24,8 +25,17 @@ def bytes_of(rank, text, megabytes):
         return attachment.metrics(), kinds.count("all_reduce")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("rule", ["Median()", "GeometricMedian()", "NNM(0, then=TrimmedMean(0))"])
+MIXED = "NNM(0, then=TrimmedMean(0))"
+
+
+@pytest.mark.parametrize(
+    ("world", "rule"),
+    grid(
+        [2, 4],
+        ["Median()", "GeometricMedian()", MIXED],
+        quick=[(2, "Median()"), (4, "GeometricMedian()"), (4, MIXED)],
+    ),
+)
 def test_the_ledger_has_a_plain_all_reduce_and_the_inner_products(world, rule):
     for megabytes in (25, 0.1):
         metrics, small = run_ranks(bytes_of, world, f"Combined({rule})", megabytes)[0]

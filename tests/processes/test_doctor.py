@@ -15,7 +15,10 @@ from gradlane.bench.link import parse_link
 from gradlane.doctor.examine import _local_rank
 from gradlane.local import run_ranks
 
+from ..support import scripts
 from ..support.links import needs_links
+
+pytestmark = pytest.mark.networks
 
 
 def run(*arguments, **environ):
@@ -48,9 +51,24 @@ def test_alone_it_measures_between_two_local_ranks(tmp_path):
     assert [row["strategy"] for row in report["estimates"]] == list(report["link"]["work_s"])
 
 
-def test_in_a_job_rank_0_speaks_for_all():
+IN_A_JOB = ("doctor", "--json", "--link", "1gbit")
+
+
+def by_torchrun(folder):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    done = run(*launcher, "-m", "gradlane", "doctor", "--json", "--link", "1gbit")
+    return run(*launcher, "-m", "gradlane", *IN_A_JOB)
+
+
+def forked(folder):
+    """As torchrun, without its seconds."""
+    script = folder / "script.py"
+    script.write_text("import sys\nfrom gradlane.cli import main\nsys.exit(main(sys.argv[1:]))")
+    return scripts.run(script, *IN_A_JOB, ranks=3)
+
+
+@pytest.mark.parametrize("launch", [forked, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+def test_in_a_job_rank_0_speaks_for_all(launch, tmp_path):
+    done = launch(tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["where"] == "3 ranks on 1 host"

@@ -21,6 +21,8 @@ from gradlane.local import run_ranks
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
 
+pytestmark = pytest.mark.networks
+
 
 @pytest.mark.parametrize(
     ("text", "rate"),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support import scripts
+
 ROOT = Path(__file__).parents[2]
 TRAIN = (ROOT / "examples" / "train.py").read_text()
 
@@ -38,13 +40,23 @@ def python(*arguments):
     )
 
 
+def forked(script, *arguments, ranks=2):
+    """As torchrun, without its seconds."""
+    return scripts.run(script, *arguments, ranks=ranks)
+
+
+launched = pytest.mark.parametrize("launch", [forked, pytest.param(torchrun, marks=pytest.mark.slow)])
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("repeat", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_every_end_is_a_clean_one(ending, repeat, tmp_path):
+@pytest.mark.parametrize(
+    ("launch", "repeat"), [(forked, 1), pytest.param(torchrun, 20, marks=pytest.mark.slow)]
+)
+def test_every_end_is_a_clean_one(ending, launch, repeat, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ENDINGS[ending])
     for _ in range(repeat):
-        done = torchrun(script, "--steps", "5")
+        done = launch(script, "--steps", "5")
         assert done.returncode == 0, done.stderr
         assert re.search(r"[\d,]+ bytes sent by each rank, ratio 2.00", done.stdout)
 
@@ -69,27 +81,36 @@ while time.monotonic() < until:  # busy: to sleep would be to let go of the GIL
 """
 
 
+@launched
 @pytest.mark.parametrize("close", ["attachment.close()", ""], ids=["closed", "not closed"])
 @pytest.mark.parametrize("late", [0, 1], ids=["together", "rank 0 last"])
-def test_the_end_waits_for_the_workers_of_all_groups(close, late, tmp_path):
+def test_the_end_waits_for_the_workers_of_all_groups(launch, close, late, tmp_path):
     """torch alone aborts here ("terminate called without an active exception")."""
     script = tmp_path / "train.py"
     script.write_text(LAST_WORDS.format(close=close, late=late))
-    done = torchrun(script, ranks=3)
+    done = launch(script, ranks=3)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("example", ["train.py", "own_loop.py"])
-def test_the_example_learns(example):
-    done = torchrun(ROOT / "examples" / example, "--steps", "41", "--strategy", "Mean()")
+@pytest.mark.parametrize(
+    ("launch", "example"),
+    [
+        (torchrun, "train.py"),
+        (forked, "own_loop.py"),
+        pytest.param(torchrun, "own_loop.py", marks=pytest.mark.slow),
+    ],
+)
+def test_the_example_learns(launch, example):
+    done = launch(ROOT / "examples" / example, "--steps", "41", "--strategy", "Mean()")
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_rule_of_ones_own_leaves_the_giveaway_alone():
-    done = torchrun(ROOT / "examples" / "own_aggregation.py")
+@launched
+def test_a_rule_of_ones_own_leaves_the_giveaway_alone(launch):
+    done = launch(ROOT / "examples" / "own_aggregation.py")
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"(\w+): ([+-][\d.]+) on the giveaway", done.stdout))
     assert float(found["mean"]) > 0.15
@@ -102,7 +123,15 @@ def test_the_rule_of_ones_own_is_under_fifteen_lines():
     assert rule.end_lineno - rule.lineno < 15
 
 
-@pytest.mark.parametrize("launch", [python, pytest.param(partial(torchrun, ranks=4), id="torchrun")])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(scripts.run, id="python"),
+        pytest.param(partial(forked, ranks=4), id="forked"),
+        pytest.param(python, marks=pytest.mark.slow),
+        pytest.param(partial(torchrun, ranks=4), id="torchrun", marks=pytest.mark.slow),
+    ],
+)
 def test_four_sites_of_which_one_is_broken(launch):
     done = launch(str(ROOT / "examples" / "federated_sites.py"))
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ from gradlane.train.train_rank import TrainRank
 
 from ..support.links import needs_links
 
+pytestmark = pytest.mark.networks
+
 CAST = "Cast(Mean(), bfloat16)"
 
 

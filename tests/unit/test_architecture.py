@@ -113,10 +113,13 @@ def test_import_is_light(tmp_path):
         return ast.literal_eval(done.stdout)
 
     imported_once()
-    found = [imported_once() for _ in range(3)]
-    added = set(found[0][1]) - {"gradlane", "torch", "_remote_module_non_scriptable"}
+    for _ in range(3):  # a machine that is busy with other things may be slow for a while
+        share, modules = imported_once()
+        if share < 0.35:
+            break
+    added = set(modules) - {"gradlane", "torch", "_remote_module_non_scriptable"}
     assert added <= {*sys.stdlib_module_names, "numpy", "safetensors"}
-    assert min(share for share, _ in found) < 0.35
+    assert share < 0.35
 
 
 def test_every_public_name_is_imported_and_listed():

@@ -8,6 +8,8 @@ import gradlane
 from gradlane.cli import main
 from gradlane.kernels.native import kernels_in_use
 
+pytestmark = pytest.mark.networks
+
 
 def run(*arguments):
     return subprocess.run(

@@ -9,6 +9,7 @@ from gradlane.kernels import native
 
 from ..reference import codecs as reference
 from ..support.codecs import CODECS, gaussian
+from ..support.grids import grid
 
 LEVELS = native.levels()
 everyone = pytest.mark.parametrize("name", CODECS)
@@ -77,7 +78,7 @@ def test_every_length_without_a_gap(kernels, name):
 
 
 @everyone
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
 def test_large_with_any_number_of_threads(kernels, monkeypatch, name, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # ours only: this process gets forked
     numel = 3 * 131_072 + 12_345
@@ -121,9 +122,24 @@ def test_odd_inputs(kernels, name):
         assert agree(kernels, LEVELS, CODECS[name], x, gaussian(9000, 2) * 0.0), what
 
 
-@pytest.mark.parametrize("codec", [gl.TopK(0.01), gl.TopK(0.3), gl.TopK(0.01, value="bfloat16")])
-@pytest.mark.parametrize("kind", ["equal", "aliased", "hidden", "sparse", "nan among many"])
-@pytest.mark.parametrize("threads", [1, 3])
+TOP_K = (gl.TopK(0.01), gl.TopK(0.3), gl.TopK(0.01, value="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "threads"),
+    grid(
+        TOP_K,
+        ["equal", "aliased", "hidden", "sparse", "nan among many"],
+        [1, 3],
+        quick=[
+            (TOP_K[0], "equal", 1),
+            (TOP_K[1], "aliased", 3),
+            (TOP_K[2], "hidden", 3),
+            (TOP_K[0], "sparse", 3),
+            (TOP_K[1], "nan among many", 1),
+        ],
+    ),
+)
 def test_top_k_where_the_sample_misleads(kernels, monkeypatch, codec, kind, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     numel = 500_000

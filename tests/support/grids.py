@@ -1,0 +1,19 @@
+"""Grids of parameters of which the quick suite runs a part."""
+
+import itertools
+
+import pytest
+
+
+def grid(*axes, quick):
+    """Every combination of the axes; those that are not in ``quick`` belong to `make test-all`.
+
+    ``quick`` has each value of each axis at least once.
+    """
+    for number, axis in enumerate(axes):
+        missing = [value for value in axis if value not in [case[number] for case in quick]]
+        assert not missing, f"the quick suite lacks {missing}"
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
+        for case in itertools.product(*axes)
+    ]

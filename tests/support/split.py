@@ -1,0 +1,52 @@
+"""A pytest plugin: several pytest processes run one list of tests, each test once. tests/run.py uses it.
+
+Every process collects all tests. It claims the tests of one file at a time, by making a file in a folder that
+all processes share. The first process claims from the front of the list, the others from the back, until they
+meet: so the tests with ranks, which stand in front and often wait, run beside tests that compute. All files
+with the marker ``networks`` are one claim: no two tests that make network namespaces run at the same time.
+"""
+
+import itertools
+from pathlib import Path
+
+WITH_RANKS = ("tests/processes", "tests/faults", "tests/integration")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--claims", type=Path, metavar="FOLDER", help="where the processes mark what they run")
+    parser.addoption("--claim-from", choices=["front", "back"], default="front", help="of the list of tests")
+
+
+def pytest_runtestloop(session):
+    folder = session.config.getoption("claims")
+    if folder is None or session.testsfailed or session.config.option.collectonly:
+        return None  # pytest's own loop runs them, or says what failed
+    backwards = session.config.getoption("claim_from") == "back"
+    claimed = _claimed(session.items, folder, backwards)
+    for item, following in itertools.pairwise(itertools.chain(claimed, [None])):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+    return True
+
+
+def _claimed(items, folder, backwards):
+    """The tests of one group after the other, as long as there is a group that no process has claimed."""
+    groups = {}
+    for item in items:
+        groups.setdefault(_group(item), []).append(item)
+    order = sorted(groups, key=lambda group: not group.startswith(WITH_RANKS))
+    for group in reversed(order) if backwards else order:
+        try:
+            (folder / group.replace("/", "-")).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield from groups[group]
+
+
+def _group(item):
+    if item.get_closest_marker("networks"):
+        return "tests/processes with networks"
+    return item.location[0]
