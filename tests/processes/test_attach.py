@@ -409,3 +409,25 @@ def test_attach_again_after_one_rank_never_came():
     first, grads = zip(*run_ranks(tried_again, 2), strict=True)
     assert first == ("InvalidValue", "PeerLost")
     assert torch.equal(grads[0], grads[1])
+
+
+def saved_in_backward(rank):
+    """state_dict in the middle of a step would end it; the step itself goes on."""
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), bucket_cap_mb=0.001)
+    found = []
+    with gl.attach(ddp, "ErrorFeedback(Sharded(Int8()))", timeout=20) as attachment:
+
+        def save(gradient):
+            with pytest.raises(gl.WrongState, match="state_dict in the middle of a step"):
+                attachment.state_dict()
+            found.append(attachment.step)
+
+        for step in range(3):
+            if step == 1:  # from now on DDP has one bucket for each layer
+                ddp.module[0].weight.register_hook(save)
+            ddp(torch.ones(2, 32)).sum().backward()
+        return found, attachment.step
+
+
+def test_state_dict_in_backward_is_refused():
+    assert run_ranks(saved_in_backward, 2) == [([1, 2], 3)] * 2

@@ -50,6 +50,8 @@ def wrong_use(rank):
             gl.reduce_gradients(model, "Mean()", **options)
     with pytest.raises(gl.WrongType, match="got the class Mean"):
         gl.reduce_gradients(model, gl.Mean)
+    with pytest.raises(gl.WrongState, match="nothing is attached to this model; pass a strategy"):
+        gl.reduce_gradients(model)
     own_loop = gl.reduce_gradients(model, "Mean()", timeout=30)
     for options, message in [
         (
@@ -66,6 +68,8 @@ def wrong_use(rank):
     with pytest.raises(gl.InvalidValue, match=r"saved by Noop\(\), this attachment runs Mean"):
         own_loop.load_state_dict({**own_loop.state_dict(), "strategy": "Noop()"})
     assert own_loop.step == 1
+    assert gl.reduce_gradients(model) is own_loop
+    assert own_loop.step == 2
     own_loop.close()
     with pytest.raises(gl.WrongState, match="this attachment is closed; call reduce_gradients"):
         own_loop.reduce()
