@@ -202,7 +202,7 @@ def save_after_an_exception(rank, folder):
 def test_a_checkpoint_after_an_exception_does_not_wait_for_those_who_are_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(lightning_checkpoints, "AFTER_FAILURE", 1.0)
     ([note], seconds), _ = run_ranks(save_after_an_exception, 2, str(tmp_path), deadline=20)
-    assert "last.ckpt is without the memory of the ranks (save: rank 1 did not take part within 1 s" in note
+    assert "last.ckpt has no memory of the ranks (save: rank 1 did not take part within 1 s" in note
     assert seconds < 3
 
 

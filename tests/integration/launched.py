@@ -93,7 +93,7 @@ def optimizer_of(model):
 
 def files_in(folder):
     """The names in a checkpoint of ``Attachment.save``, each without the token that is new in every save."""
-    return sorted(re.sub(r"-\w+\.state$", "", path.name) for path in folder.iterdir())
+    return sorted(re.sub(r"-\w+\.safetensors$", "", path.name) for path in folder.iterdir())
 
 
 def scaler_of(scaled):

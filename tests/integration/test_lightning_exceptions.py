@@ -65,7 +65,7 @@ def test_an_exception_on_one_rank_ends_all_of_them_and_is_what_is_seen(where, sa
     assert (first, second) == ("PeerLost", "OSError")
     assert seconds < 30
     if saver != "nothing":  # the ranks are in different steps: the checkpoint has nothing of them
-        (note,) = [note for note in notes if "without the memory of the ranks" in note]
+        (note,) = [note for note in notes if "has no memory of the ranks" in note]
         assert str(tmp_path / "last.ckpt") in note
         assert "differ in step" in note or "middle of a step" in note
         assert "GradientComm(..., resume=False)" in note

@@ -103,7 +103,7 @@ class _Setting:
                     step = number - plan.warmup
                     rounds.run(
                         number,
-                        timeout=self._timeout,
+                        timeout=self._round_timeout,
                         on_start=lambda arm, step=step: self._report(arm, step),  # type: ignore[misc]
                         on_sample=lambda arm, sample, step=step: self._keep(arm, sample, step),  # type: ignore[misc]
                     )
@@ -142,7 +142,7 @@ class _Setting:
         plan, hosts = self._plan, self._hosts
         return ArmProcesses(
             BenchRank, self._ranks, arm, self._work, plan.bucket_mb, hosts.emulated,
-            prepare=hosts.prepare, timeout=self._timeout,
+            prepare=hosts.prepare, timeout=self._round_timeout,
         )  # fmt: skip
 
     def _report(self, arm: str, step: int) -> None:
@@ -154,7 +154,7 @@ class _Setting:
             self._steps[arm].append(samples)
 
     @property
-    def _timeout(self) -> float:
+    def _round_timeout(self) -> float:
         if self._plan.timeout_s is not None:
             return self._plan.timeout_s
         dense = wire_bytes("all_reduce", self._work.gradient_bytes, self._ranks)

@@ -56,7 +56,7 @@ class StepDriver(Driver[LockStep]):
 
     def perform(self, running: LockStep, request: Request) -> object:
         answers: list[object] = [None] * len(running.ranks)
-        for members in _members(request.over, self._sizes):
+        for members in _members(request.over, len(running.ranks), self._sizes["node"]):
             ranks = [running.ranks[member] for member in members]
             requests = [rank.state for rank in ranks if isinstance(rank.state, Request)]
             replies = exchange(requests, [rank.bucket for rank in ranks], self.temporary)
@@ -86,9 +86,8 @@ def _doing(rank: Running) -> str:
     return "has finished" if isinstance(rank.state, Reduced) else "waits for the step's other buckets"
 
 
-def _members(over: str, sizes: Mapping[str, int]) -> Iterator[range]:
+def _members(over: str, world: int, node: int) -> Iterator[range]:
     """The ranks of each group of a scope."""
-    world, node = sizes["world"], sizes["node"]
     if over == "world":
         yield range(world)
     elif over == "node":

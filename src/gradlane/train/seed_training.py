@@ -46,7 +46,7 @@ class SeedTraining:
         model = self.task.start(self.seed)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         on_link = self.plan.link.seconds(wire_bytes("all_reduce", size, self.plan.ranks))
-        self._timeout = TIMEOUT + DENSE_STEPS * on_link
+        self._step_timeout = TIMEOUT + DENSE_STEPS * on_link
 
         def start(arm: str) -> ArmProcesses:
             parts = (arm, self.task, model, self.plan, self.seed)
@@ -82,7 +82,7 @@ class SeedTraining:
         def on_sample(arm: str, samples: list[Any]) -> None:
             record(self.runs[arm], samples)
 
-        self._rounds.run(number, order, timeout=self._timeout, on_sample=on_sample)
+        self._rounds.run(number, order, timeout=self._step_timeout, on_sample=on_sample)
         for arm, failure in self._rounds.failed.items():
             self.runs[arm].mark_failed(failure)
 
