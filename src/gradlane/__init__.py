@@ -10,8 +10,8 @@ names that are imported here are the public ones; everything else in the package
   ``PowerSGD``, ``AcpSGD``
 - Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
-- A strategy of your own: ``Strategy``, ``Bucket``, ``Reduced``, ``Memory``, ``Codec``, ``all_reduce``,
-  ``all_gather``, ``all_to_all``, ``step_sum``, ``note``, ``strategy_from``
+- A strategy of your own: ``Strategy``, ``Bucket``, ``Feedback``, ``Reduced``, ``Memory``, ``Codec``,
+  ``all_reduce``, ``all_gather``, ``all_to_all``, ``step_sum``, ``note``, ``strategy_from``
 - Try and price it: ``Simulation``, ``check_strategy``, ``dry_run``
 - As text: ``parse``, ``describe``
 - Telemetry: ``JsonLines``, ``Sink``, ``Event``
@@ -42,6 +42,7 @@ from .codecs.uniform import Int2, Int4, Int8
 from .core.bucket import Bucket, Slot
 from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note, step_sum
 from .core.events import Event, StepTimes, Timing
+from .core.feedback import Feedback
 from .core.memory import Memory
 from .core.strategy import Reduced, Strategy
 from .ddp import attach
@@ -99,6 +100,7 @@ __all__ = [
     "Combined",
     "ErrorFeedback",
     "Event",
+    "Feedback",
     "Finding",
     "Fp8",
     "Gathered",

@@ -1,6 +1,6 @@
 """Training with some ranks that attack, in the simulator: which rules stand it.
 
-    python -m tests.attacks benchmarks/results/DATE-attacks.jsonl
+    python -m tests.support.attacks benchmarks/results/DATE-attacks.jsonl
 
 The attackers know what every honest rank sends. Digits of scikit-learn, a network of 6 k parameters, the same
 data for all rules. Every rank sends its own momentum (Karimireddy et al., 2021), for steps of plain SGD:

@@ -57,11 +57,6 @@ def _gram_schmidt(batch: list[Tensor]) -> tuple[Tensor, list[bool]]:
     return rows.add_(0.0), finite  # -0 becomes 0: the sign of zero depends on the version of the kernels
 
 
-def row_squares(q: Tensor) -> Tensor:
-    wide = q.to(torch.float64)
-    return _numbers(_sums(wide * wide), wide)
-
-
 def _squares_without(basis: Tensor, row: Tensor) -> list[float]:
     """Subtract from a row its projection on an orthonormal basis, twice; return the square of the row."""
     for _ in range(2 if basis.shape[1] else 0):

@@ -5,7 +5,7 @@ product reads memory in order. ``residual`` has the shape of g: what error feedb
 g + residual. All tensors are contiguous, and all fp32 or all fp64. Compiled kernels compute fp32 on the CPU,
 plain torch everything else; on meta tensors nothing is computed.
 
-``expand``, ``orthonormalise`` and ``row_squares`` give the same bits wherever they run, because every worker
+``expand`` and ``orthonormalise`` give the same bits wherever they run, because every worker
 applies them to the same numbers and must get the same result. The two projections may differ in their last
 bits: an all-reduce follows them.
 """
@@ -140,12 +140,6 @@ def _orthonormalise_here(factors: Sequence[Tensor]) -> list[bool]:
     if kernels:
         return [kernels.orthonormalise(p) for p in factors]
     return plain_gram_schmidt.orthonormalise_all(factors)
-
-
-def row_squares(q: Tensor) -> Tensor:
-    """The square of each row's norm, in fp64 and in a fixed order, so that all workers decide alike by it."""
-    _check_one("q", q)
-    return plain_gram_schmidt.row_squares(q)
 
 
 def _kernels(tensor: Tensor) -> Native | None:
