@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_written_is_refused_on_every_rank(tmp_path):
 
 def full_disk(rank, folder):
     logged = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("gradlane").addHandler(handler)
     ddp = DistributedDataParallel(build(), bucket_cap_mb=0.005)
@@ -219,7 +219,7 @@ class Raising(gl.Sink):
 
 def sink_raises(rank):
     logged = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda entry: logged.append((entry.levelname, entry.getMessage(), entry.exc_info[0]))
     logging.getLogger("gradlane").addHandler(handler)
     sink = Raising()
