@@ -74,6 +74,7 @@ def run(command, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_file_command_and_output_of_getting_started(tmp_path):
     printed, compared, installed = "", 0, set()
     for what, text in steps(PAGE.read_text(encoding="utf-8")):

@@ -74,6 +74,7 @@ def one_of_four(rank, text, steps):
     return 100 * float((ddp.module.layers(inputs).argmax(1) == targets).float().mean()), metrics
 
 
+@pytest.mark.slow
 def test_one_of_four_on_gloo():
     robust = f"WorkerMomentum(Combined(NNM(1, then=TrimmedMean(1))), beta={MOMENTUM})"
     found = run_ranks(one_of_four, 4, robust, 80, deadline=120)

@@ -84,7 +84,7 @@ def every_strategy(rank):
     return drift
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_replicas_are_bit_equal_after_every_step(world):
     assert run_ranks(every_strategy, world, deadline=240) == [[]] * world
 

@@ -68,7 +68,14 @@ def alive(pids):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-@pytest.mark.parametrize("how", ["killed", "terminated", "interrupted", "raise"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "killed",
+        "interrupted",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("terminated", "raise")),
+    ],
+)
 def test_nothing_is_left_however_the_parent_ends(how):
     run = [sys.executable, "-c", BUSY, how]
     parent = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
