@@ -1,4 +1,4 @@
-"""Whether a change made a step slower: two installed versions of gradlane alternate, step by step, in one run.
+"""Whether a change made a step slower: two installed versions alternate, step by step, in one run.
 
 Each version runs two ranks in processes of its own, over loopback, with one thread per rank. A step of one
 version is followed by the same step of the other, so a slow moment of the machine hits both. The arm ``ddp``
