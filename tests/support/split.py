@@ -3,13 +3,15 @@
 Every process collects all tests. It claims the tests of one file at a time, by making a file in a folder that
 all processes share. The first process claims from the front of the list, the others from the back, until they
 meet: so the tests with ranks, which stand in front and often wait, run beside tests that compute. All files
-with the marker ``networks`` are one claim: no two tests that make network namespaces run at the same time.
+with the marker ``networks`` are one claim, the first: no two tests that make network namespaces run at the
+same time.
 """
 
 import itertools
 from pathlib import Path
 
 WITH_RANKS = ("tests/processes", "tests/faults", "tests/integration")
+NETWORKS = "tests with networks"
 
 
 def pytest_addoption(parser):
@@ -38,7 +40,10 @@ def _claimed(items, folder, backwards):
     for item in items:
         groups.setdefault(_group(item), []).append(item)
     order = sorted(groups, key=lambda group: not group.startswith(WITH_RANKS))
-    for group in reversed(order) if backwards else order:
+    if backwards:
+        order.reverse()
+    order.sort(key=lambda group: group != NETWORKS)  # by far the longest: a late start would be waited for
+    for group in order:
         try:
             (folder / group.replace("/", "-")).touch(exist_ok=False)
         except FileExistsError:
@@ -48,5 +53,5 @@ def _claimed(items, folder, backwards):
 
 def _group(item):
     if item.get_closest_marker("networks"):
-        return "tests/processes with networks"
+        return NETWORKS
     return item.location[0]
