@@ -87,7 +87,7 @@ def points(phase, count):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_kind_of_state_survives(phase):
-    check(list(zip(STATEFUL, points(phase, len(STATEFUL)), strict=True)), 2, 60)
+    check(list(zip(STATEFUL, points(phase, len(STATEFUL)), strict=True)), 5, 60)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def every_strategy(rank):
         ddp = DistributedDataParallel(build(), **SMALL)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         with gl.attach(ddp, make(), ranks_per_node=2, timeout=20):
-            for step in range(3):
+            for step in range(4):
                 optimizer.zero_grad()
                 ddp(data(rank, step)).backward()
                 optimizer.step()
