@@ -1,6 +1,7 @@
 .PHONY: setup fmt check test test-all test-levels test-ray sanitize bench docs
 
 PYTHON := .venv/bin/python
+unexport PYTHONDONTWRITEBYTECODE  # or each process compiles torch again
 
 setup:
 	./setup.sh

@@ -3,4 +3,5 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 "$here/setup.sh" cli
+unset PYTHONDONTWRITEBYTECODE  # or each process compiles torch's modules again
 exec "$here/.venv/bin/gradlane" demo "$@"

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 ./setup.sh
+unset PYTHONDONTWRITEBYTECODE  # or each of some hundred processes compiles torch's modules again
 if [ $# -gt 0 ]; then
   exec .venv/bin/python -m pytest -m "not slow" "$@"
 fi

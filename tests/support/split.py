@@ -7,6 +7,7 @@ with the marker ``networks`` are one claim, the first: no two tests that make ne
 same time.
 """
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def pytest_runtestloop(session):
     if folder is None or session.testsfailed or session.config.option.collectonly:
         return None  # pytest's own loop runs them, or says what failed
     backwards = session.config.getoption("claim_from") == "back"
+    gc.freeze()  # torch and thousands of tests stay: no collection need go through them
     claimed = _claimed(session.items, folder, backwards)
     for item, following in itertools.pairwise(itertools.chain(claimed, [None])):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
