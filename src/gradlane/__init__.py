@@ -58,7 +58,9 @@ from .errors import (
     WrongState,
     WrongType,
 )
+from .less_often import local_steps
 from .session.attachment import Attachment
+from .session.local_training import LocalTraining
 from .session.own_loop import OwnLoop
 from .simulate.check import Finding, check_strategy
 from .simulate.dryrun import StepCost, dry_run
@@ -69,9 +71,10 @@ from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
 from .strategies.feedback import EF21, ErrorFeedback
 from .strategies.from_function import strategy_from
+from .strategies.local_steps import LocalSteps
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
-from .strategies.mean import Mean, Noop
+from .strategies.mean import Mean, NodeMean, Noop
 from .strategies.momentum import WorkerMomentum
 from .strategies.private import Private
 from .strategies.route import Route
@@ -113,6 +116,8 @@ __all__ = [
     "InvalidValue",
     "JsonLines",
     "Krum",
+    "LocalSteps",
+    "LocalTraining",
     "Mean",
     "Median",
     "Memory",
@@ -120,6 +125,7 @@ __all__ = [
     "MultiKrum",
     "Natural",
     "NearMedian",
+    "NodeMean",
     "NonFinite",
     "Noop",
     "NotSaved",
@@ -165,6 +171,7 @@ __all__ = [
     "describe",
     "dry_run",
     "init_elastic",
+    "local_steps",
     "mean",
     "note",
     "parse",

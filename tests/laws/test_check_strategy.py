@@ -9,7 +9,7 @@ import torch
 import gradlane as gl
 
 from ..support.catalogue import (
-    STRATEGIES,
+    EVERY,
     Clipped,
     ClippedMean,
     GatheredMean,
@@ -23,15 +23,15 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_all_of_the_library_keeps_the_laws(name):
-    assert gl.check_strategy(STRATEGIES[name](), worlds=(2, 3), names=OWN) == []
+    assert gl.check_strategy(EVERY[name](), worlds=(2, 3), names=OWN) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_all_of_the_library_keeps_the_laws_at_any_number_of_ranks(name):
-    assert gl.check_strategy(STRATEGIES[name](), names=OWN) == []
+    assert gl.check_strategy(EVERY[name](), names=OWN) == []
 
 
 async def mean_of(bucket):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import gradlane as gl
 
 from ..support.catalogue import (
+    EVERY,
     MEANS,
-    STRATEGIES,
     Clipped,
     ClippedMean,
     GatheredMean,
@@ -21,9 +21,9 @@ from ..support.catalogue import (
 )
 from ..support.grids import grid
 
-everyone = pytest.mark.parametrize("name", STRATEGIES)
+everyone = pytest.mark.parametrize("name", EVERY)
 UNWRITTEN = (
-    *(name for name in STRATEGIES if name.startswith("weighted")),
+    *(name for name in EVERY if name.startswith("weighted")),
     *("function", "raw gathered median", "int8 sharded median", "aggregate of one's own"),
 )
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2), "none": (0, 4)}
@@ -38,7 +38,7 @@ def gradients(world, seed=0, dtype=torch.float32):
 
 
 def simulation(name, world, **options):
-    return gl.Simulation(STRATEGIES[name](), world=world, node_size=2 if world % 2 == 0 else 1, **options)
+    return gl.Simulation(EVERY[name](), world=world, node_size=2 if world % 2 == 0 else 1, **options)
 
 
 @everyone
@@ -70,7 +70,7 @@ def test_the_meta_trace_is_the_real_trace(name, world, bucket_bytes):
         ranks.events.clear()
         ranks.step(gradients(world, step))
         trace = gl.dry_run(
-            STRATEGIES[name](), SHAPES, world=world, step=step, bucket_bytes=bucket_bytes, node_size=2
+            EVERY[name](), SHAPES, world=world, step=step, bucket_bytes=bucket_bytes, node_size=2
         )
         assert list(trace.events) == ranks.events
 
@@ -106,7 +106,7 @@ OWN = {
 @everyone
 @pytest.mark.parametrize("short", [False, True])
 def test_the_text_form_reads_back_where_it_can_be_written(name, short):
-    strategy = STRATEGIES[name]()
+    strategy = EVERY[name]()
     text = gl.describe(strategy, short=short)
     if "<" in text:  # a function of one's own; it is told by its name alone
         assert name in UNWRITTEN
@@ -146,7 +146,7 @@ def test_any_shapes_any_numbers(data):
         {key: torch.randn(shape, generator=generator) * scale for key, shape in shapes.items()}
         for _ in range(world)
     ]
-    answers = gl.Simulation(STRATEGIES[name](), world=world).step(given_)
+    answers = gl.Simulation(EVERY[name](), world=world).step(given_)
     for answer in answers:
         assert all(torch.equal(answer[key], answers[0][key]) for key in shapes)
     if name in ("mean", "gathered", "sharded"):

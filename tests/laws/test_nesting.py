@@ -11,7 +11,7 @@ from gradlane.core.strategy import is_stateful, parts
 from gradlane.strategies.nesting import check_nesting, check_wrapped
 from gradlane.strategies.text import exported_parts
 
-from ..support.catalogue import STRATEGIES
+from ..support.catalogue import EVERY
 
 
 @dataclasses.dataclass
@@ -44,16 +44,16 @@ def test_a_wrapper_of_ones_own_states_its_rules_in_one_place():
         Halved(gl.Int8())
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_is_made_once_is_not_refused_later(name):
-    for part in parts(STRATEGIES[name]()):
+    for part in parts(EVERY[name]()):
         check_nesting(part)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_field_is_an_option_or_has_a_state_dict(name):
     """State is never None and not an argument of the constructor; caches have a leading underscore."""
-    for part in parts(STRATEGIES[name]()):
+    for part in parts(EVERY[name]()):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if field.init:
@@ -63,9 +63,9 @@ def test_a_field_is_an_option_or_has_a_state_dict(name):
                 assert is_stateful(value) or field.name.startswith("_"), field.name
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_replaced_option_begins_with_a_state_of_its_own(name):
-    strategy = STRATEGIES[name]()
+    strategy = EVERY[name]()
     again = dataclasses.replace(strategy)
     assert again == strategy
     for field in dataclasses.fields(strategy):

@@ -182,6 +182,24 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
 """``Noop`` is not among them: it is the one strategy that leaves replicas different. ``Private`` has no noise
 here: with it no run is like another, and test_private.py has laws for that."""
 
+OF_WEIGHTS: dict[str, Callable[[], gl.Strategy]] = {
+    "local steps": lambda: gl.LocalSteps(gl.Mean(), every=4),
+    "local steps int4": lambda: gl.LocalSteps(gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), every=4),
+    "local steps by name": lambda: gl.LocalSteps(
+        gl.Route({"*.bias": gl.Mean()}, gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1))),
+        every=8,
+        warmup=3,
+        fragments=2,
+        delay=1,
+        blend=0.5,
+        buffers="own",
+    ),
+}
+"""Those whose buckets hold weights: ``local_steps`` takes them, and ``attach`` does not."""
+
+EVERY = STRATEGIES | OF_WEIGHTS
+"""All of them, for laws in the simulation."""
+
 WITH_FEEDBACK = (
     "int4 feedback",
     "int2 feedback bf16",

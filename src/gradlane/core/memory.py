@@ -120,17 +120,18 @@ class Memory:
         return self.dtype or gradient
 
     def _found(self, slot: Slot) -> Tensor | None:
-        layout = self._layout_of.get(slot.name)
-        if layout is not None:
-            found: Tensor | None = layout.view(self._flats[layout], slot.name)
-        else:
-            found = self._single.get(slot.name)
+        found = self.tensor(slot.name)
         if found is not None and found.shape != slot.shape:
             raise InvalidValue(
                 f"the memory of {slot.name!r} has shape {tuple(found.shape)}, the parameter has "
                 f"{tuple(slot.shape)}; load the state of the same model"
             )
         return found
+
+    def tensor(self, name: str) -> Tensor | None:
+        """What is kept under this name, flat or ``put``; not a copy."""
+        layout = self._layout_of.get(name)
+        return self._single.get(name) if layout is None else layout.view(self._flats[layout], name)
 
     def get(self, name: str) -> Tensor | None:
         return self._single.get(name)

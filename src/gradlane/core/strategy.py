@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -76,6 +76,9 @@ class Strategy(ABC):
 
     alike: ClassVar[bool] = True
     """Whether all ranks get the same bits, which replicas need. ``Noop`` says no."""
+
+    takes: ClassVar[Literal["gradients", "weights"]] = "gradients"
+    """What its buckets hold: ``attach`` gives gradients, ``local_steps`` weights."""
 
     keeps_privacy: ClassVar[bool] = True
     """Of a wrapper: whether the bound of a ``Private`` inside still holds. It does not where the strategy

@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..agree.board import Document
-from ..checkpoint.subject import parameters_of, slots_of
+from ..checkpoint.subject import Parameter, parameters_of, slots_of
 from ..core.one_model import claim, exclusive_states
 from ..core.ownership import Ownership
 from ..core.strategy import Strategy, shared_state
@@ -54,6 +54,8 @@ class Session(ABC):
 
     reopen: ClassVar[str]
     """How to get another session, for the message of a closed one."""
+    gives: ClassVar[Literal["gradients", "weights"]] = "gradients"
+    """What the buckets hold."""
 
     def __init__(
         self,
@@ -73,29 +75,29 @@ class Session(ABC):
         self._closed = False
         self._module = weakref.ref(module)  # the model must be collected before its process group
         self._ledger = Ledger(settings.observers)
-        self._parameters = parameters_of(module)
+        self._parameters = self._described(parameters_of(module))
         self._ownership = Ownership(self, module)
         self._searched_stray = False  # for state in places where nobody saves it
         warn_of_unmatched(strategy, self._parameter_names())
         opened = open_for(
             strategy, module, self._parameters, group=group, device=device, settings=settings,
-            ledger=self._ledger, doing=doing, must_agree=must_agree,
+            ledger=self._ledger, doing=doing, must_agree=must_agree, gives=self.gives,
         )  # fmt: skip
         claim(strategy, self._ownership)
         self._unless_closed = weakref.finalize(owner, _model_collected, weakref.ref(self), opened.lane)
         self._unless_closed.atexit = False  # ``close_all`` does it then
         self._world = opened.sizes["world"]
-        self._optimizers = OptimizerHooks(module.named_parameters(), _weakly(self._synced, default=True))
+        self._optimizers = self._watch_optimizers(module)
         self._step = Step(
             opened.lane,
             self._ledger,
             rank=opened.rank,
             sizes=opened.sizes,
             policy=NonFinitePolicy(settings.nonfinite, opened.lane.check, self._optimizers),
-            scaler=settings.scaler,
+            scaler=self._loss_scaler(),
             drift=self._drift_check(opened),
         )
-        self._step.on_begin = _weakly(self._step_begins, default=None)
+        self._step.on_begin = weakly(self._step_begins, default=None)
         self._swap_agreement = SwapAgreement(opened.board)
         self._state = SessionState(self._step, opened.board, self._parameters, self._ownership)
         self._start_feed(opened)
@@ -105,6 +107,18 @@ class Session(ABC):
     @abstractmethod
     def _start_feed(self, opened: Opened) -> None:
         """Make what turns gradients into buckets of ``self._step``."""
+
+    def _described(self, parameters: list[Parameter]) -> list[Parameter]:
+        """The parameters as strategies see them."""
+        return parameters
+
+    def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks | None:
+        """What keeps optimizers from the gradients of a skipped step; None if that is not wanted."""
+        return OptimizerHooks(module.named_parameters(), weakly(self._synced, default=True))
+
+    def _loss_scaler(self) -> Scaler | None:
+        """The scaler whose factor is in the buckets."""
+        return self.settings.scaler
 
     def _synced(self) -> bool:
         """Whether the backward that runs now ends with the mean of all ranks."""
@@ -154,7 +168,7 @@ class Session(ABC):
         self._must_be_between_steps("swap")
         self._step.finish()
         strategy = as_strategy(strategy)
-        objection = objection_to(strategy, self._module(), self._world, self._ownership)
+        objection = objection_to(strategy, self._module(), self._world, self.gives, self._ownership)
         self._swap_agreement.agree(self.step, strategy, objection)
         warn_of_unmatched(strategy, self._parameter_names())
         follow(self.strategy, strategy)
@@ -217,7 +231,8 @@ class Session(ABC):
         self._closed = True
         self._unless_closed.detach()
         self._step.lane.close()
-        self._optimizers.close()
+        if self._optimizers is not None:
+            self._optimizers.close()
         self._ledger.close()
         unregister(self)
 
@@ -264,7 +279,7 @@ class Session(ABC):
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
 
 
-def _weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
+def weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
     """Calls a method of an object without keeping the object; ``default`` when it is collected."""
     found = weakref.WeakMethod(method)
     return lambda: default if (bound := found()) is None else bound()

@@ -16,7 +16,7 @@ from ..core.one_model import refuse_foreign
 from ..core.ownership import Ownership
 from ..core.strategy import Strategy, check_world
 from ..core.unsaved_state import refuse_unsaved_state
-from ..errors import GradlaneError
+from ..errors import GradlaneError, InvalidValue
 from ..lane.open import Opened, open_lane
 from ..settings import Settings
 from ..strategies.text import describe
@@ -35,6 +35,7 @@ def open_for(
     ledger: Ledger,
     doing: str,
     must_agree: Document,
+    gives: str,
 ) -> Opened:
     """Open the lane; if ranks differ, or one of them objects to the strategy, all ranks raise."""
     run = RunInfo(group.rank(), group.size(), describe(strategy))
@@ -54,18 +55,31 @@ def open_for(
             parameters=list(map(str, parameters)),
             limit=limit_of(settings.timeout, group, device),
             ranks_per_node=settings.ranks_per_node,
-            objection=objection_to(strategy, module, group.size()),
+            objection=objection_to(strategy, module, group.size(), gives),
             doing=doing,
         )
 
 
 def objection_to(
-    strategy: Strategy, model: nn.Module | None, world: int, ownership: Ownership | None = None
+    strategy: Strategy,
+    model: nn.Module | None,
+    world: int,
+    gives: str = "gradients",
+    ownership: Ownership | None = None,
 ) -> GradlaneError | None:
-    """The error that keeps a strategy from this model on this rank; ``ownership``: who may already use
-    its state."""
+    """The error that keeps a strategy from this model on this rank. ``gives``: what the buckets will hold;
+    ``ownership``: who may already use its state."""
     return objection(
+        lambda: _refuse_buckets_of(strategy, gives),
         lambda: refuse_unsaved_state(strategy),
         lambda: refuse_foreign(strategy, model, ownership),
         lambda: check_world(strategy, world),
     )
+
+
+def _refuse_buckets_of(strategy: Strategy, gives: str) -> None:
+    if strategy.takes != gives:
+        raise InvalidValue(
+            f"{describe(strategy, short=True)} takes {strategy.takes}, and these buckets hold {gives}; give "
+            "it to gradlane.local_steps(model, optimizer, strategy)"
+        )

@@ -17,10 +17,9 @@ from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
 from .nesting import check_wrapped
+from .sampling import sample_of
 
 MEMORY_DTYPES = (torch.float32, torch.bfloat16)
-SAMPLE = 8_192  # elements that the norm is estimated from, at least
-RUN = 16  # of them side by side
 LARGEST_RESIDUAL = 1e18  # fp32 cannot add up the squares of larger ones
 
 
@@ -149,20 +148,10 @@ def residual_square(residual: Tensor, step: int) -> Tensor:
 
 
 def squared_norm(residual: Tensor, step: int) -> Tensor:
-    """Estimated from evenly spaced runs where there are many elements.
-
-    All elements would cost a pass over memory, and single ones a cache line each. Every step takes other
-    runs, so in time all elements are seen.
-    """
-    numel, sample = residual.numel(), residual
-    if numel > SAMPLE:
-        apart = numel // (SAMPLE // RUN)
-        rows = numel // apart
-        first = step % 2 * (numel - rows * apart)  # or the last elements would never be seen
-        start = min(step // 2 % -(-apart // RUN) * RUN, apart - RUN)
-        sample = residual[first : first + rows * apart].view(rows, apart)[:, start : start + RUN]
+    """Estimated from a sample where there are many elements; every step takes another one."""
+    sample = sample_of(residual, step)
     norm: Tensor = torch.linalg.vector_norm(sample, dtype=torch.promote_types(residual.dtype, torch.float32))
-    return norm.float().square() * (numel / max(1, sample.numel()))
+    return norm.float().square() * (residual.numel() / max(1, sample.numel()))
 
 
 def _example(name: str, inner: object) -> str:

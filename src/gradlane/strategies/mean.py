@@ -1,4 +1,4 @@
-"""The two simplest strategies: the mean that DDP computes without a hook, and no communication."""
+"""The simplest strategies: the mean of all ranks, that of a node, and no communication."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ class Mean(Strategy):
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat))
+
+
+@dataclass
+class NodeMean(Strategy):
+    """The mean over the ranks of this rank's node. Nodes differ, so something else must bring them together:
+    ``local_steps(..., inside=NodeMean())``."""
+
+    alike: ClassVar[bool] = False
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        return Reduced(await all_reduce(bucket.flat, over="node"))
 
 
 @dataclass

@@ -1,0 +1,134 @@
+"""A round of local training: from the weights of this rank to those that all ranks agree on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.bucket import Bucket, Layout, Slot
+from ..core.collectives import all_reduce
+from ..core.memory import Memory
+from ..core.strategy import Reduced, Strategy
+from ..errors import RanksDisagree
+from ..lane.watchdog import ROLL_CALL
+from .drift import minority
+from .layout import layout_of
+from .step import State, Step
+from .weight_buckets import Parameters, WeightBucket
+
+ALL = -1
+"""Instead of a fragment: a last round, of the whole model."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank says at the begin of a round; it must be the same on all ranks."""
+
+    local_steps: int
+    fragment: int
+    anchor: int
+    """A hash of the anchor where it is new, 0 where the last round has made it."""
+
+    def objection(self, table: Sequence[Sequence[int]]) -> str | None:
+        """What differs between the ranks. ``table`` has a row for each of them."""
+        steps, fragments, anchors = zip(*table, strict=True)
+        if len(set(steps)) > 1 or len(set(fragments)) > 1:
+            came = ", ".join(
+                f"rank {rank} after {step} local steps{' in finish()' if fragment == ALL else ''}"
+                for rank, (step, fragment) in enumerate(zip(steps, fragments, strict=True))
+            )
+            return (
+                f"the ranks do not come to this round together: {came}. All ranks must take the same number "
+                "of optimizer steps; if a GradScaler leaves out some on one rank, pass it as scaler="
+            )
+        if others := minority(anchors):
+            return (
+                f"rank {', '.join(map(str, others))} began with other weights than the others; before "
+                "local_steps load the same on all ranks, or wrap the model in DDP, which sends rank 0's"
+            )
+        return None
+
+
+@dataclass
+class _RollCall(Strategy):
+    """All ranks see what each of them says, and raise the same error if that differs."""
+
+    call: Call
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        table = await all_reduce(bucket.flat, op="sum", exact=True)
+        if not table.is_meta and (objection := self.call.objection(table.view(bucket.world, -1).tolist())):
+            raise RanksDisagree(f"round {bucket.step}: {objection}")
+        return Reduced(table)
+
+
+@dataclass
+class _BufferMean(Strategy):
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        return Reduced(await all_reduce(bucket.flat, exact=True))
+
+
+class Completed(NamedTuple):
+    """A round whose outcome is known, COMMITTED or SKIPPED, and which this rank has not yet applied."""
+
+    fragment: int
+    outcome: State
+
+
+class Round:
+    """A round that has begun: the lane carries its buckets while training may go on."""
+
+    def __init__(self, step: Step, strategy: Strategy, call: Call, device: torch.device) -> None:
+        self.fragment = call.fragment
+        self._step = step
+        self._strategy = strategy
+        step.begin(strategy)
+        table = torch.zeros(step.world, 3, dtype=torch.int64)
+        table[step.rank] = torch.tensor([call.local_steps, call.fragment, call.anchor])
+        self._submit(_RollCall(call), table.view(-1).to(device), "what each rank says")
+        self._buffers: list[tuple[list[str], Layout, Future[Tensor]]] = []
+
+    @torch.no_grad()
+    def submit_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Their mean is taken in fp32 or wider, whatever the strategy is."""
+        for dtype in dict.fromkeys(_wide(buffer) for buffer in buffers.values()):
+            names = [name for name, buffer in buffers.items() if _wide(buffer) == dtype]
+            chosen = [buffers[name] for name in names]
+            flat = torch.cat([buffer.detach().reshape(-1).to(dtype) for buffer in chosen])
+            answer = self._submit(_BufferMean(), flat, "buffers")
+            self._buffers.append((names, layout_of(names, chosen), answer))
+
+    @torch.no_grad()
+    def submit_weights(self, buckets: Sequence[WeightBucket], parameters: Parameters) -> None:
+        for index, bucket in enumerate(buckets):
+            flat, last = bucket.filled(parameters), index == len(buckets) - 1
+            self._step.submit(self._strategy, flat, bucket.layout, index=index, is_last=last)
+
+    def complete(self, agreed_buffers: Memory) -> Completed | BaseException:
+        """Wait for the lane, then commit, skip or fail the round; the error to raise if it failed."""
+        waits_from = time.perf_counter()
+        failure = self._step.wait()
+        if failure is None:
+            for _, layout, answer in self._buffers:
+                for slot, mean in layout.views(answer.wait()):
+                    agreed_buffers.put(slot.name, mean.clone())  # while it can still be undone
+        error = self._step.end(computed_at=waits_from)
+        return error or Completed(self.fragment, self._step.state)
+
+    def _submit(self, strategy: Strategy, flat: Tensor, what: str) -> Future[Tensor]:
+        step = self._step
+        bucket = Bucket(
+            flat=flat, layout=(Slot(what, flat.shape),), step=step.number, rank=step.rank, world=step.world,
+            index=ROLL_CALL, is_last=False,
+        )  # fmt: skip
+        return step.lane.submit(strategy, bucket)
+
+
+def _wide(buffer: Tensor) -> torch.dtype:
+    return torch.promote_types(buffer.dtype, torch.float32)

@@ -1,0 +1,97 @@
+"""Counts the steps of an optimizer, also those that a GradScaler leaves out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import WrongState, WrongType
+from ..torch_internals import current_backward
+from .loss_scale import Scaler
+
+
+class StepCounter:
+    """Calls ``after_step`` once for every step of the optimizer, ``before_step`` at its begin.
+
+    A GradScaler that has seen an overflow does not call the optimizer, and other ranks' scalers may. So a
+    step of the scaler counts like a step of the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: Scaler | None,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._after_step = after_step
+        self._before_step = before_step
+        self._scaler: Any = None
+        self._in_scaler = False
+        own = weakref.ref(self)  # the optimizer keeps its hooks; they must not keep this object
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (counter := own()) is not None:
+                counter._begin()
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (counter := own()) is not None and not counter._in_scaler:
+                counter._after_step()
+
+        self._handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+        self.scaler = scaler
+
+    def _begin(self) -> None:
+        if current_backward() is not None:
+            raise WrongState(
+                "an optimizer steps inside of backward; with local steps call optimizer.step() after backward"
+            )
+        self._before_step()
+
+    @property
+    def scaler(self) -> Scaler | None:
+        return self._scaler  # type: ignore[no-any-return]
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        if self._scaler is not None:
+            vars(self._scaler).pop("step", None)
+        self._scaler = scaler
+        if scaler is None:
+            return
+        original, own = type(scaler).step, weakref.ref(self)
+
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            counter = own()
+            if counter is None or optimizer is not counter._optimizer():
+                return original(scaler, optimizer, *args, **kwargs)
+            counter._in_scaler = True
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                counter._in_scaler = False
+            counter._after_step()
+            return result
+
+        vars(scaler)["step"] = step
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.scaler = None
+
+
+def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    raise WrongType(
+        f"local_steps counts the steps of a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the "
+        "optimizer itself"
+    )

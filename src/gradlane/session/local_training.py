@@ -1,0 +1,351 @@
+"""Local steps at work on a model: when a round is due, and what it does to the weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..checkpoint.subject import Parameter
+from ..core.events import wire_bytes
+from ..core.strategy import Strategy
+from ..errors import InvalidValue, WrongState
+from ..feed.drift import hashed
+from ..feed.loss_scale import Scaler, checked_scaler
+from ..feed.optimizer_hooks import OptimizerHooks
+from ..feed.own_model_checks import checked_group, one_device, trained_of
+from ..feed.rounds import ALL, Call, Completed, Round
+from ..feed.step import State
+from ..feed.step_counter import StepCounter
+from ..feed.weight_buckets import WeightBucket, fragments_of
+from ..lane.open import Opened
+from ..log import log
+from ..settings import Settings
+from ..strategies.as_strategy import as_strategy
+from ..strategies.local_steps import LocalSteps
+from ..torch_internals import steps_in_backward, uncompiled
+from .base import Session, weakly
+from .gradient_exchange import GradientExchange
+from .local_figures import local_figures
+from .local_position import Position
+from .local_weights import LocalWeights, anchor_of
+from .optimizer_state import drop_broken_state, load_optimizer, optimizer_state, refuse_misfit
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+class LocalTraining(Session):
+    """Local steps at work on one model. Made by ``local_steps``; also a context manager, which takes a last
+    round before it closes, unless the block raised.
+
+    ``step`` counts rounds; ``local_steps`` counts the steps of the optimizer.
+    """
+
+    reopen = "call local_steps again"
+    gives = "weights"
+    strategy: LocalSteps
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: LocalSteps,
+        settings: Settings,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_mb: float = DEFAULT_BUCKET_MB,
+        gradients: Session | None = None,
+        keep_gradients: bool = False,
+        inside: str | None = None,
+    ) -> None:
+        """``gradients`` reduces gradients in the warm-up, and with ``keep_gradients`` afterwards too."""
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        module = model if ddp is None else ddp.module
+        trained = trained_of(module)
+        _refuse(optimizer, trained, bucket_mb)
+        checked: Any = checked_group(group) if ddp is None else ddp.process_group
+        self.local_steps = 0
+        """How many steps the optimizer has taken."""
+        self._optimizer = weakref.ref(optimizer)
+        self._gradients = GradientExchange(ddp, gradients, keep_gradients)
+        self._weights = LocalWeights(module, trained, strategy.anchor, strategy.agreed_buffers)
+        self._device = one_device(trained)
+        self._dense_bytes = sum(p.numel() * p.element_size() for p in trained.values())
+        self._fragments = fragments_of(trained, strategy.fragments, max(1, int(bucket_mb * 2**20)))
+        self._round: Round | Completed | None = None  # not yet applied
+        self._apply_at = 0
+        self._compared = False  # the anchor, over all ranks
+        strategy.anchor.load_state_dict(anchor_of(trained))
+        super().__init__(
+            model, module, checked, self._device, strategy, settings, doing="local_steps",
+            must_agree={"bucket_mb": float(bucket_mb), "inside": inside},
+        )  # fmt: skip
+        local, own = strategy.local, weakref.ref(self)  # the strategy must not keep this object
+        local.collect = lambda: {} if (session := own()) is None else session._rank_state()
+        local.refuse = lambda state: None if (session := own()) is None else session._refuse_state(state)
+        self._counter = StepCounter(
+            optimizer, settings.scaler,
+            before_step=weakly(self._before_step, default=None),
+            after_step=weakly(self._after_step, default=None),
+        )  # fmt: skip
+        if strategy.warmup == 0:
+            self._gradients.stop()
+        _open[model] = self
+
+    # Rounds
+
+    def _before_step(self) -> None:
+        if self._weights.showing_agreed:
+            raise WrongState("optimizer.step() inside of agreed(), where the weights are not this rank's own")
+        self._gradients.reduce()
+
+    def _after_step(self) -> None:
+        self.local_steps += 1
+        strategy, since = self.strategy, self.local_steps - self.strategy.warmup
+        if since == 0:
+            self._weights.make_anchor()
+            self._gradients.stop()
+        if since <= 0:
+            return
+        if self._round is not None and self.local_steps >= self._apply_at:
+            self._apply()
+        if since % strategy.period == 0:
+            self._begin_round(since // strategy.period % strategy.fragments)
+            self._apply_at = self.local_steps + strategy.delay
+            if strategy.delay == 0:
+                self._apply()
+
+    def _begin_round(self, fragment: int) -> None:
+        self._must_be_open()
+        strategy = self.strategy
+        anchor = 0 if self._compared else hashed(strategy.anchor.state_dict())
+        call = Call(self.local_steps, fragment, anchor)
+        self._round = Round(self._step, strategy, call, self._device)
+        if strategy.buffers == "mean":
+            self._round.submit_buffers(self._weights.buffers())
+        self._round.submit_weights(self._of(fragment), self._weights.parameters())
+
+    def _complete_round(self) -> None:
+        """Wait for the round. If it failed this raises, and no weight has changed on any rank."""
+        if isinstance(self._round, Round):
+            outcome, self._round = self._round.complete(self.strategy.agreed_buffers), None
+            if isinstance(outcome, BaseException):
+                raise outcome
+            self._round, self._compared = outcome, True
+
+    def _apply(self) -> None:
+        """Complete the round, and take over what the ranks have agreed on."""
+        self._complete_round()
+        completed, self._round = self._round, None
+        if not isinstance(completed, Completed):
+            return
+        if completed.outcome is State.SKIPPED:
+            self._go_back()
+            return
+        names = [name for bucket in self._of(completed.fragment) for name in bucket.names]
+        self._weights.take_over(names, 0.0 if completed.fragment == ALL else self.strategy.blend)
+        self._weights.show_agreed_buffers()
+
+    def _go_back(self) -> None:
+        """What some rank has learned is not finite: all ranks go back to the anchor."""
+        self._weights.show_agreed()
+        dropped = 0 if (optimizer := self._optimizer()) is None else drop_broken_state(optimizer)
+        log.warning("round %d: all ranks go back to the weights of the last round", self.step - 1)
+        if dropped:
+            log.warning("the optimizer's state of %d parameters is not finite: it is dropped", dropped)
+
+    def _of(self, fragment: int) -> list[WeightBucket]:
+        """The buckets of a fragment."""
+        chosen = self._fragments if fragment == ALL else [self._fragments[fragment]]
+        return [bucket for buckets in chosen for bucket in buckets]
+
+    def finish(self) -> None:
+        """Take a last round, of the whole model: all ranks then have the same weights. Collective."""
+        self._must_be_open()
+        self._must_not_show_agreed("finish")
+        self._apply()
+        if self.local_steps >= self.strategy.warmup:
+            self._begin_round(ALL)
+            self._apply()
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """``with local.agreed(): evaluate(model)``: the model has the weights and buffers of the last round,
+        which are the same on all ranks, and this rank's own again afterwards."""
+        self._must_not_show_agreed("agreed")
+        if self.local_steps < self.strategy.warmup:  # all ranks have the same weights after every step
+            yield
+            return
+        self._complete_round()
+        with self._weights.agreed_for_a_while():
+            yield
+
+    # The parts of Session that differ
+
+    def _start_feed(self, opened: Opened) -> None:
+        """A round begins after a step of the optimizer; no hook feeds it."""
+
+    def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks | None:
+        return None  # a skipped round takes weights back, and leaves gradients alone
+
+    def _loss_scaler(self) -> Scaler | None:
+        return None  # weights are not scaled
+
+    def _described(self, parameters: list[Parameter]) -> list[Parameter]:
+        """Strategies see differences of weights in fp32 or wider."""
+        narrow = ("float16", "bfloat16")
+        return [p._replace(dtype="float32") if p.dtype in narrow else p for p in parameters]
+
+    def _replicated(self) -> dict[str, Tensor]:
+        return self.strategy.anchor.state_dict()
+
+    def _next_layout(self) -> list[list[str]]:
+        return []  # buckets follow from the options
+
+    @property
+    def scaler(self) -> Scaler | None:
+        return self._counter.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Scaler | None) -> None:
+        self._counter.scaler = checked_scaler(scaler)
+
+    def swap(self, strategy: Strategy | str) -> None:
+        """Use another strategy inside from the next round on. Anchor and position stay."""
+        given = as_strategy(strategy)
+        if isinstance(given, LocalSteps):
+            raise InvalidValue(
+                "swap takes what is inside of LocalSteps; for other options close(), then call local_steps"
+            )
+        self._complete_round()
+        super().swap(self.strategy.with_inner(given))
+
+    def metrics(self) -> dict[str, float]:
+        """Those of every session, where a step is a round, and:
+
+        - ``local/steps``, ``local/rounds``: steps of the optimizer, and rounds.
+        - ``local/bytes_per_step``: sent by this rank, with all bytes of the warm-up.
+        - ``local/ratio``: how many times as much DDP would have sent.
+        - ``local/drift``: how far this rank was from the mean before the last round, relative to what the
+          round changed. ``local/cosine``: between the changes of the last two rounds.
+        """
+        dense = wire_bytes("all_reduce", self._dense_bytes, self._world)
+        gradients = self._gradients.bytes_wire(dense * min(self.local_steps, self.strategy.warmup))
+        return local_figures(super().metrics(), self.local_steps, dense, gradients)
+
+    def close(self) -> None:
+        super().close()
+        self._counter.close()
+        self._gradients.close()
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if exception[0] is None and self.is_open:
+                self.finish()
+        finally:
+            self.close()
+
+    # Checkpoints
+
+    def save(self, path: str | os.PathLike[str], *, timeout: float | timedelta | None = None) -> None:
+        """Write a checkpoint, after any step: the memory of the strategy, and of each rank its own weights,
+        buffers and optimizer state. The schedule of the learning rate and the position in the data are yours
+        to save. Otherwise as ``Attachment.save``."""
+        self._must_not_show_agreed("save")
+        self._complete_round()
+        super().save(path, timeout=timeout)
+
+    def load(
+        self, path: str | os.PathLike[str], strict: bool = True, *, timeout: float | timedelta | None = None
+    ) -> None:
+        """Continue where ``save`` was called, bit for bit: it loads weights, buffers and optimizer too.
+        Another number of ranks continues from the weights of the last round."""
+        self._must_not_show_agreed("load")
+        self._complete_round()
+        super().load(path, strict, timeout=timeout)
+        self._take_loaded()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._complete_round()
+        return super().state_dict() | {"layout": []}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._complete_round()
+        super().load_state_dict(state)
+        self._take_loaded()
+
+    def _rank_state(self) -> dict[str, Any]:
+        optimizer, pending = self._optimizer(), self._round
+        if optimizer is None:
+            return {}
+        skipped = isinstance(pending, Completed) and pending.outcome is State.SKIPPED
+        fragment = None if pending is None else pending.fragment
+        parameters = self._weights.parameters()
+        return {
+            "position": str(Position(self.local_steps, self._compared, self._apply_at, fragment, skipped)),
+            "weights": {name: parameter.detach() for name, parameter in parameters.items()},
+            "buffers": self._weights.buffers(),
+            "optimizer": optimizer_state(optimizer, parameters),
+        }
+
+    def _refuse_state(self, state: Mapping[str, Any]) -> None:
+        if state and (optimizer := self._optimizer()) is not None:
+            Position.read(state["position"])
+            refuse_misfit(state, self._weights.parameters(), optimizer)
+
+    def _take_loaded(self) -> None:
+        """All ranks have read and checked their states."""
+        state, self.strategy.local.loaded = self.strategy.local.loaded, None
+        if not state:
+            return
+        position = Position.read(state["position"])
+        self.local_steps, self._apply_at = position.steps, position.apply_at
+        self._compared = position.compared
+        if "weights" in state:
+            self._weights.load(state["weights"], state.get("buffers", {}))
+            self._round = position.completed()
+        else:
+            self._weights.show_agreed()
+            self._round = None
+        if (optimizer := self._optimizer()) is not None:
+            load_optimizer(optimizer, self._weights.parameters(), state["optimizer"])
+        if self.local_steps >= self.strategy.warmup:
+            self._gradients.stop()
+
+    def _must_not_show_agreed(self, doing: str) -> None:
+        if self._weights.showing_agreed:
+            raise WrongState(f"{doing} inside of agreed(); call it outside of the block")
+
+
+_open: weakref.WeakKeyDictionary[nn.Module, LocalTraining] = weakref.WeakKeyDictionary()
+
+
+def local_training_of(model: nn.Module) -> LocalTraining | None:
+    """The open local training of a model."""
+    found = _open.get(uncompiled(model))
+    return found if found is not None and found.is_open else None
+
+
+def _refuse(optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], bucket_mb: float) -> None:
+    if not 0 < bucket_mb < math.inf:
+        raise InvalidValue(
+            f"bucket_mb={bucket_mb!r} is not possible; use a finite number above 0, such as 25"
+        )
+    theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in theirs for parameter in trained.values()):
+        raise InvalidValue("the optimizer has no parameter of this model; pass the one that trains it")
+    for name, parameter in trained.items():
+        if steps_in_backward(parameter):
+            raise WrongState(
+                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward); with local "
+                "steps call optimizer.step() after backward"
+            )

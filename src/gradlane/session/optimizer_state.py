@@ -1,0 +1,115 @@
+"""An optimizer's state by parameter name, as a checkpoint of local training holds it for each rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidValue
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Any]:
+    """The tensors by parameter name; and as JSON all other values, and the options of the groups."""
+    tensors, others = {}, {}
+    for name, state in _states(optimizer, parameters):
+        tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        others[name] = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        text = json.dumps({"others": others, "groups": groups})
+    except (TypeError, ValueError):
+        raise InvalidValue(
+            f"{type(optimizer).__name__} keeps more than tensors and numbers for a parameter, which a "
+            "checkpoint of local steps cannot hold; use SGD or Adam, say"
+        ) from None
+    return {"tensors": tensors, "text": text}
+
+
+def _states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, parameter in parameters.items():
+        if parameter in optimizer.state:
+            yield name, optimizer.state[parameter]
+
+
+def _plain(value: object) -> object:
+    """What JSON can hold; anything else is left as the script sets it."""
+    if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate may be one
+        return {"tensor": value.item()}
+    if isinstance(value, tuple):
+        return {"tuple": list(map(_plain, value))}
+    return value if value is None or isinstance(value, bool | int | float | str) else {}
+
+
+@torch.no_grad()
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Parameters, state: Mapping[str, Any]
+) -> None:
+    """Write what ``optimizer_state`` has made."""
+    text = json.loads(state["text"])
+    for name, parameter in parameters.items():
+        tensors, others = state["tensors"].get(name, {}), text["others"].get(name, {})
+        if tensors or others:
+            placed = {key: _placed(value, parameter) for key, value in tensors.items()}
+            optimizer.state[parameter] = {**placed, **others}
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, saved in zip(optimizer.param_groups, text["groups"], strict=True):
+        for key, value in saved.items():
+            _set_option(group, key, value)
+
+
+def _set_option(group: dict[str, Any], key: str, value: object) -> None:
+    if not isinstance(value, dict):
+        group[key] = value
+    elif "tuple" in value:
+        group[key] = tuple(value["tuple"])
+    elif "tensor" in value and isinstance(group.get(key), Tensor):
+        group[key].fill_(value["tensor"])
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """With the strides and device of the parameter, which fused kernels expect; a counter as it is."""
+    if value.shape != parameter.shape:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def refuse_misfit(state: Mapping[str, Any], parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Raise on a state that is not of this model and this optimizer."""
+    weights = state.get("weights")
+    if weights is not None:
+        for name, parameter in parameters.items():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise InvalidValue(f"it has no weights for {name!r}; load it into the same model")
+    if "optimizer" not in state:
+        return
+    if unknown := sorted(set(state["optimizer"].get("tensors", {})) - set(parameters)):
+        raise InvalidValue(f"its optimizer trained {unknown[0]!r}, which this model does not have")
+    saved, groups = len(json.loads(state["optimizer"]["text"])["groups"]), len(optimizer.param_groups)
+    if saved != groups:
+        raise InvalidValue(
+            f"its optimizer had {saved} parameter groups, this one has {groups}; make it as before"
+        )
+
+
+@torch.no_grad()
+def drop_broken_state(optimizer: torch.optim.Optimizer) -> int:
+    """Forget what the optimizer keeps for parameters whose state is not finite: it would spoil the weights
+    again. Returns their number."""
+    broken = [
+        parameter
+        for parameter, state in optimizer.state.items()
+        if not all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    ]
+    for parameter in broken:
+        del optimizer.state[parameter]
+    return len(broken)

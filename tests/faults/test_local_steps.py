@@ -1,0 +1,227 @@
+"""What goes wrong in local steps, and what becomes of it: on all ranks, without a trace."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import gradlane as gl
+from gradlane.local import RankFailed, run_ranks
+
+from ..processes.test_local_steps import Small, sgd, train, weights
+from ..support.training import build, data, replicas_equal
+
+
+@dataclass
+class Raises(gl.Strategy):
+    """The strategy inside; in one round one rank raises, before or after it has sent."""
+
+    inner: gl.Strategy
+    rank: int
+    round: int
+    late: bool
+
+    async def reduce(self, bucket):
+        if bucket.step == self.round and bucket.rank == self.rank and not self.late:
+            raise ZeroDivisionError("on purpose")
+        reduced = await self.inner.reduce(bucket)
+        if bucket.step == self.round and bucket.rank == self.rank:
+            raise ZeroDivisionError("on purpose")
+        return reduced
+
+
+def a_failed_round(rank, late, delay):
+    """State before and after the round that fails, and where training ends."""
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    feedback = gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32)))
+    local = gl.local_steps(model, optimizer, Raises(feedback, 1, 1, late), every=3, delay=delay, timeout=20)
+    train(model, optimizer, rank, range(5 + delay))
+    before = local.strategy.anchor.state_dict(), feedback.memory.state_dict()
+    errors = []
+    own = []
+    for step in range(5 + delay, 6 + delay):
+        optimizer.zero_grad()
+        model(data(rank, step)).backward()
+        try:
+            optimizer.step()
+        except gl.PeerFailed:
+            errors.append("peer")
+        except ZeroDivisionError:
+            errors.append("mine")
+        own = weights(model)
+    after = local.strategy.anchor.state_dict(), feedback.memory.state_dict()
+    unchanged = all(
+        torch.equal(old[key], new[key]) for old, new in zip(before, after, strict=True) for key in old
+    )
+    moved = not replicas_equal([own])  # nobody was sent back to the anchor
+    train(model, optimizer, rank, range(6 + delay, 10 + delay))
+    local.finish()
+    equal = replicas_equal([weights(model)])
+    local.close()
+    return errors, unchanged, moved, equal
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_round_that_fails_leaves_no_trace_and_loses_no_step(late, delay):
+    outcomes = run_ranks(a_failed_round, 3, late, delay)
+    assert [errors for errors, *_ in outcomes] == [["peer"], ["mine"], ["peer"]]
+    for _, unchanged, moved, equal in outcomes:
+        assert unchanged
+        assert moved
+        assert equal
+
+
+def not_finite(rank):
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    with gl.local_steps(model, optimizer, "ErrorFeedback(Sharded(Int4(block=32)))", every=2) as local:
+        train(model, optimizer, rank, range(2))
+        with local.agreed():
+            anchor = weights(model)
+        for step in (2, 3):
+            optimizer.zero_grad()
+            model(data(rank, step) * (float("nan") if rank == 1 and step == 3 else 1.0)).backward()
+            optimizer.step()
+        back = torch.equal(weights(model), anchor)
+        train(model, optimizer, rank, range(4, 8))
+        skipped = local.metrics()["comm/skipped"]
+    finite = bool(torch.isfinite(weights(model)).all())
+    return back, skipped, finite, replicas_equal([weights(model)])
+
+
+def test_ranks_go_back_when_one_has_learned_something_not_finite():
+    assert run_ranks(not_finite, 3) == [(True, 1, True, True)] * 3
+
+
+class OneScaler(torch.amp.GradScaler):
+    """A GradScaler on the CPU that finds an overflow where it is told to."""
+
+    def __init__(self, bad):
+        super().__init__("cpu", enabled=True)
+        self.bad, self.calls = bad, -1
+
+    def step(self, optimizer, *args, **kwargs):
+        self.calls += 1
+        return None if self.calls in self.bad else optimizer.step(*args, **kwargs)
+
+
+def overflowing(rank, told):
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    scaler = OneScaler({2, 5} if rank == 1 else {4} if rank == 2 else set())
+    options = {"scaler": scaler} if told else {}
+    with gl.local_steps(model, optimizer, "Mean()", every=4, timeout=20, **options) as local:
+        for step in range(10):
+            optimizer.zero_grad()
+            model(data(rank, step)).backward()
+            scaler.step(optimizer)
+        steps, rounds = local.local_steps, local.step
+    return steps, rounds, replicas_equal([weights(model)]), "step" in vars(scaler)
+
+
+def test_rounds_stay_together_when_a_scaler_leaves_out_steps():
+    assert run_ranks(overflowing, 3, True) == [(10, 2, True, False)] * 3
+
+
+def test_ranks_with_other_counts_are_told_apart():
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(overflowing, 3, False)
+    text = str(caught.value)
+    assert text.count("RanksDisagree: round 2: the ranks do not come to this round together") == 3
+    assert "rank 0 after 10 local steps in finish(), rank 1 after 8 local steps" in text
+    assert "pass it as scaler=" in text
+
+
+def differing(rank, what):
+    model = build(Small, seed=rank if what == "weights" else 0)
+    optimizer = sgd(model.parameters())
+    options = {"every": 2 + (what == "every" and rank)}
+    with gl.local_steps(model, optimizer, "Mean()", timeout=20, **options):
+        train(model, optimizer, rank, range(4))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("every", "every=3"),
+        ("weights", "rank 1, 2 began with other weights than the others"),
+    ],
+)
+def test_ranks_that_differ_raise(what, message):
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(differing, 3, what)
+    assert str(caught.value).count("RanksDisagree") >= 3
+    assert message in str(caught.value)
+
+
+def killed(rank):
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    gl.local_steps(model, optimizer, "ErrorFeedback(Sharded(Int4(block=32)))", every=4, timeout=30)
+    began = time.monotonic()
+    try:
+        for step in range(40):
+            if rank == 1 and step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, optimizer, rank, [step])
+    except gl.PeerLost as error:
+        gl.local_reports = (step, str(error))  # seen by the parent through the failure below
+        raise RuntimeError(f"lost in step {step} after {time.monotonic() - began:.1f} s: {error}") from None
+
+
+def test_the_others_learn_of_a_killed_rank_in_their_next_round():
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(killed, 3)
+    text = str(caught.value)
+    assert "rank 1: ended by SIGKILL" in text
+    assert text.count("RuntimeError: lost in step 7") == 2
+
+
+def wrong_calls(rank):
+    """The messages of calls that make no sense."""
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    messages = []
+
+    def attempt(call):
+        try:
+            call()
+        except gl.GradlaneError as error:
+            messages.append(str(error))
+
+    other = sgd(nn.Linear(2, 2).parameters())
+    attempt(lambda: gl.local_steps(model, optimizer, "Mean()"))
+    attempt(lambda: gl.local_steps(model, optimizer, "Mean()", every=0))
+    attempt(lambda: gl.local_steps(model, optimizer, "Mean()", every=8, fragments=3))
+    attempt(lambda: gl.local_steps(model, optimizer, "Mean()", every=8, fragments=4, delay=2))
+    attempt(lambda: gl.local_steps(model, optimizer, "Noop()", every=8))
+    attempt(lambda: gl.local_steps(model, "sgd", "Mean()", every=8))
+    attempt(lambda: gl.local_steps(model, other, "Mean()", every=8))
+    attempt(lambda: gl.local_steps(model, optimizer, "LocalSteps(Mean())", every=8))
+    attempt(lambda: gl.reduce_gradients(model, "LocalSteps(Mean())"))
+    with gl.local_steps(model, optimizer, "Mean()", every=2) as local:
+        attempt(lambda: gl.local_steps(model, optimizer, "Mean()", every=8))
+        with local.agreed():
+            attempt(optimizer.step)
+            attempt(local.finish)
+        train(model, optimizer, rank, range(3))
+    attempt(local.finish)
+    return messages
+
+
+def test_calls_that_make_no_sense_say_what_does():
+    expected = [
+        "needs every=", "every=0", "no multiple of fragments=3", "delay=2 is too long", "Noop", "torch.optim",
+        "no parameter of this model", "has its options in itself", "local_steps(model, optimizer, strategy)",
+        "has local steps already", "inside of agreed()", "finish inside of agreed()", "closed",
+    ]  # fmt: skip
+    for messages in run_ranks(wrong_calls, 2):
+        assert len(messages) == len(expected), messages
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
