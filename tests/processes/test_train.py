@@ -1,19 +1,23 @@
 """``gradlane train`` on real processes, few steps of small tasks."""
 
 import hashlib
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from gradlane.bench import hosts
 from gradlane.bench.link import parse_link
 from gradlane.bench.record import write_json
+from gradlane.cli.train_view import ProgressLines, doing
+from gradlane.report.number_format import plain
 from gradlane.report.read import load
 from gradlane.report.write import write_page
 from gradlane.train import bytemodel, digits, seed_training
 from gradlane.train.tasks import TASKS
 from gradlane.train.train_arms import train_arms
-from gradlane.train.train_plan import TrainPlan
+from gradlane.train.train_plan import TUNING_SEED, TrainPlan
 from gradlane.train.train_rank import TrainRank
 
 from ..support.links import needs_links
@@ -85,7 +89,7 @@ class Recording(TrainRank):
 
     folder = None
 
-    def __init__(self, rank, arm, task, model, plan, seed):
+    def __init__(self, rank, arm, task, model, plan, seed, rate):
         path = self.folder / f"{arm}-{seed}-{rank}"
         path.write_text(digest(model.parameters()) + "\n")
 
@@ -95,7 +99,7 @@ class Recording(TrainRank):
                 file.write(digest(batch) + "\n")
             return batch
 
-        super().__init__(rank, arm, replace(task, draw=draw), model, plan, seed)
+        super().__init__(rank, arm, replace(task, draw=draw), model, plan, seed, rate)
 
 
 def digest(tensors):
@@ -122,6 +126,68 @@ def test_arms_share_weights_and_data_ranks_and_seeds_do_not(monkeypatch, tmp_pat
     assert written["ddp", 0, 0][0] != written["ddp", 1, 0][0]
     batches = [line for (arm, _, _), lines in written.items() if arm == "ddp" for line in lines[1:]]
     assert len(set(batches)) == len(batches) == 2 * 2 * 3
+
+
+RATES = (0.02, 0.1, 0.5)
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    seen = []
+    plan = TrainPlan(task="digits", arms=("Mean()", CAST), steps=6, seeds=2, every=3, lr=RATES[::-1])
+    return plan, train_arms(plan, seen.append), seen
+
+
+def test_each_arm_gets_the_best_rate_of_a_seed_that_is_not_reported(tuned):
+    _, document, _ = tuned
+    for result in document["results"]:
+        assert [trial["lr"] for trial in result["tuning"]] == list(RATES)
+        best = min(result["tuning"], key=lambda trial: trial["loss"])
+        assert result["lr"] == best["lr"]
+        assert [run["seed"] for run in result["runs"]] == [0, 1]
+        assert best["loss"] not in [run["loss"][-1] for run in result["runs"]]
+    dense, mean, _ = document["results"]
+    assert dense["tuning"] == mean["tuning"]
+    assert document["settings"]["lr"] == list(RATES)
+    assert document["settings"]["tuning_seed"] == TUNING_SEED
+
+
+def test_the_reported_seeds_are_those_of_a_run_at_the_best_rate(tuned):
+    """So the gaps and the target are against dense at its own best rate."""
+    plan, document, _ = tuned
+    dense = document["results"][0]
+    alone = train_arms(replace(plan, arms=("Mean()",), lr=(dense["lr"],)))
+    assert losses(alone)["ddp"] == losses(document)["ddp"]
+    assert alone["target"] == document["target"]
+    assert alone["settings"]["lr"] == dense["lr"]
+    assert "tuning_seed" not in alone["settings"]
+    assert alone["results"][0]["tuning"] == []
+
+
+def test_progress_goes_through_all_rates_and_then_all_seeds(tuned):
+    plan, document, seen = tuned
+    dense = [progress for progress in seen if progress.arm == "ddp"]
+    best = document["results"][0]["lr"]
+    order = list(dict.fromkeys((progress.seed, progress.rate) for progress in dense))
+    assert order == [*((TUNING_SEED, rate) for rate in RATES), (0, best), (1, best)]
+    output = io.StringIO()
+    with ProgressLines(plan, Console(file=output, width=64)) as lines:
+        for progress in seen:
+            lines(progress)
+    assert doing(plan, dense[0]) == f"tuning at 0.02  {dense[0].loss:.3f} nats"
+    assert output.getvalue().count("30/30") == 3  # of (3 rates + 2 seeds) x 6 steps
+    assert f"seed 2 of 2 at {best:g}" in output.getvalue()
+
+
+def test_the_page_shows_the_grid(tuned, tmp_path):
+    _, document, _ = tuned
+    write_json(tmp_path / "tuned.json", document)
+    write_page([tmp_path / "tuned.json"], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Final loss at each learning rate" in page
+    for result in document["results"]:
+        for trial in result["tuning"]:
+            assert f"<td>{plain(trial['loss'], 4)}</td>" in page
 
 
 def test_held_out_text_is_never_trained_on():

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from gradlane.train.train_rank import Train, TrainRank
 
 
 def test_divergence_is_null_and_reported(tmp_path):
-    document = train_arms(TrainPlan(task="digits", steps=8, every=2, lr=1e30))
+    document = train_arms(TrainPlan(task="digits", steps=8, every=2, lr=(1e30,)))
     dense = document["results"][0]
     assert dense["status"] == "diverged"
     assert "not finite in step" in dense["detail"]
@@ -46,7 +47,7 @@ def failing(accident):
 @pytest.mark.parametrize(
     ("accident", "status", "detail"),
     [
-        (lambda: time.sleep(30), "hung", "did not finish within 0.5 s"),
+        (lambda: time.sleep(60), "hung", "did not finish within 3 s"),
         (lambda: 1 / 0, "crashed", "ZeroDivisionError: division by zero"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "crashed", "ended by SIGKILL"),
     ],
@@ -54,7 +55,8 @@ def failing(accident):
 )
 def test_an_arm_that_fails_in_a_step_is_reported_and_the_others_go_on(monkeypatch, accident, status, detail):
     monkeypatch.setattr(seed_training, "TrainRank", failing(accident))
-    monkeypatch.setattr(seed_training, "TIMEOUT", 0.5)
+    if status == "hung":
+        monkeypatch.setattr(seed_training, "TIMEOUT", 3.0)  # of every step, on a busy machine too
     dense, failed = train_arms(TrainPlan(task="digits", arms=("Mean()",), steps=4))["results"]
     assert (dense["status"], dense["runs"][0]["steps"][-1]) == ("ok", 4)
     assert failed["status"] == status
@@ -79,6 +81,43 @@ def test_the_budget_ends_a_run_with_what_there_is():
     assert (document["ended"], dense["status"]) == ("budget", "partial")
     assert dense["runs"][0]["steps"][-1] > 0
     assert dense["final_loss"] == dense["runs"][0]["loss"][-1]
+
+
+def test_a_rate_that_diverges_loses_and_an_arm_without_a_rate_is_not_run(monkeypatch, tmp_path):
+    plan = TrainPlan(task="digits", steps=8, every=4, lr=(0.1, 1e30))
+    dense = train_arms(plan)["results"][0]
+    assert (dense["status"], dense["lr"]) == ("ok", 0.1)
+    assert [trial["status"] for trial in dense["tuning"]] == ["ok", "diverged"]
+    document = train_arms(replace(plan, lr=(1e29, 1e30)))
+    lost = document["results"][0]
+    assert (lost["status"], lost["lr"], lost["runs"]) == ("diverged", None, [])
+    assert lost["detail"].startswith("learning rate 1e+29, the training loss is not finite in step")
+    write_json(tmp_path / "lost.json", document)
+    write_page([tmp_path / "lost.json"], tmp_path / "lost.html")
+
+
+def test_an_arm_that_hangs_is_not_tried_with_other_rates(monkeypatch):
+    monkeypatch.setattr(seed_training, "TrainRank", failing(lambda: time.sleep(60)))
+    monkeypatch.setattr(seed_training, "TIMEOUT", 3.0)
+    plan = TrainPlan(task="digits", arms=("Mean()",), steps=4, lr=(0.1, 0.2))
+    dense, hung = train_arms(plan)["results"]
+    assert (dense["status"], hung["status"]) == ("ok", "hung")
+    assert [trial["lr"] for trial in hung["tuning"]] == [0.1]
+    assert hung["runs"] == []
+
+
+def test_the_budget_covers_the_tuning(tmp_path):
+    plan = TrainPlan(task="digits", steps=100_000, lr=(0.1, 0.2), budget=2.0)
+    begun = time.monotonic()
+    document = train_arms(plan)
+    assert time.monotonic() - begun < 30
+    dense = document["results"][0]
+    assert (document["ended"], dense["status"]) == ("budget", "not run")
+    assert dense["detail"] == "the run ended while learning rates were tuned"
+    assert [trial["status"] for trial in dense["tuning"]] == ["partial"]
+    assert (document["target"], dense["final_loss"], dense["lr"]) == (None, None, None)
+    write_json(tmp_path / "cut.json", document)
+    write_page([tmp_path / "cut.json"], tmp_path / "cut.html")
 
 
 def test_an_interrupted_run_writes_what_there_is(monkeypatch, tmp_path, capsys):

@@ -59,6 +59,10 @@ def test_help_lists_the_verbs_without_torch():
         (("train", "--seeds", "31"), "seeds=31 is outside of 1 to 30"),
         (("train", "--lr", "0"), "lr=0.0 cannot train; use a number above 0, say 0.1"),
         (("train", "--lr", "nan"), "lr=nan cannot train"),
+        (("train", "--lr", "0.1,-0.2"), "lr=-0.2 cannot train; use a number above 0, say 0.1"),
+        (("train", "--lr", "0.1,0.2,0.1"), "lr=0.1,0.2,0.1 has 0.1 twice; name each rate once"),
+        (("train", "--lr", ""), "lr='' has an empty place; write numbers above 0 with commas between"),
+        (("train", "--lr", "0.1,low"), "lr='0.1,low' is not a number; write numbers above 0"),
         (("train", "--optimizer", "lion"), "optimizer 'lion' is not known; use sgd or adam"),
         (("train", "--batch", "0"), "batch=0 holds nothing; use 1 or more"),
         (

@@ -121,6 +121,22 @@ def test_names_and_notes_are_escaped(page):
     assert not re.search("<b>|<i>|<u>|</style>.*</style>", made.source, re.DOTALL)
 
 
+def test_learning_rates_that_were_tuned_have_a_table(page):
+    dense, wild = samples.train_result("ddp", 1), samples.crashed_training("Wild()")
+    dense |= {"lr": 0.2, "remark": "best rate is the highest tried: widen the grid"}
+    dense["tuning"] = [{"lr": 0.1, "loss": 3.25, "status": "ok"}, {"lr": 0.2, "loss": 3.125, "status": "ok"}]
+    wild |= {"lr": None, "remark": "", "tuning": [{"lr": 0.1, "loss": None, "status": "crashed"}]}
+    made = page(samples.train_document([dense, wild]))
+    assert_clean(made)
+    table = made.text[made.text.index("Final loss at each learning rate, bits/byte") :]
+    assert "arm 0.1 0.2 best rate A ddp 3.250 3.125 0.2 best rate is the highest tried" in table
+    assert "Wild() crashed \u2013 \u2013" in table
+    assert "on a seed that is not among those above" in made.text
+    plain = page(samples.train_document())
+    assert "learning rate" not in plain.text
+    assert "best rate" not in plain.text
+
+
 @pytest.mark.parametrize(
     "results",
     [

@@ -21,7 +21,7 @@ from gradlane.train.train_rank import Trained, share_of_rate
 
 def run_of(losses, seed=0, every=10, whole=True):
     """A run that sends 100 bytes and takes half a second a step, evaluated at every tenth."""
-    run = SeedRun(seed)
+    run = SeedRun(seed, rate=0.1)
     for at, loss in enumerate(losses):
         if at:
             for step in range((at - 1) * every, at * every):
@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_is_null_and_reported(loss):
 
 
 def test_divergence_is_reported_with_the_first_step_that_shows_it():
-    run = SeedRun(0)
+    run = SeedRun(0, rate=0.1)
     run.add_evaluation(0, 8.0)
     run.add_step(0, [trained(0), trained(0, loss=math.nan)])
     run.add_step(1, [trained(1, loss=math.nan), trained(1)])
@@ -151,7 +151,7 @@ def test_a_failed_arm_has_no_figures_and_does_not_stop_the_others():
 
 
 def test_without_any_evaluation_there_is_still_an_entry():
-    runs = {"ddp": [SeedRun(0)]}
+    runs = {"ddp": [SeedRun(0, rate=0.1)]}
     assert final_step(runs) is None
     entry = result("ddp", runs, 1, None, None)
     assert (entry["status"], entry["runs"], entry["final_loss"]) == ("not run", [], None)

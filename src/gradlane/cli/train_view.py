@@ -10,12 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..report.number_format import DASH, byte_size, plain, seconds_column, signed
 from ..train.seed_training import ArmProgress
 from ..train.tasks import UNITS
-from ..train.train_plan import TrainPlan
+from ..train.train_plan import TUNING_SEED, TrainPlan
 
 REDRAW_SECONDS = 0.2
 WIDTH = 110  # of output to a file or a pipe
@@ -27,24 +27,22 @@ def console() -> Console:
 
 
 class ProgressLines:
-    """A line for each arm: seed, steps, time, held-out loss. Call it with every ``ArmProgress``."""
+    """A line for each arm: steps, time, seed or rate, held-out loss. Call it with every ``ArmProgress``."""
 
     def __init__(self, plan: TrainPlan, screen: Console) -> None:
         # No thread redraws it: a fork of the ranks would copy the locks that the thread holds.
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[remark]}"),
             console=screen,
             auto_refresh=False,
         )
         self._plan, self._drawn = plan, 0.0
-        self._lines = {
-            arm: self._progress.add_task(arm, total=plan.steps * plan.seeds, remark="")
-            for arm in plan.all_arms
-        }
+        total = plan.steps * (len(plan.tuned_rates) + plan.seeds)
+        self._lines = {arm: self._progress.add_task(arm, total=total, remark="") for arm in plan.all_arms}
 
     def __enter__(self) -> ProgressLines:
         self._progress.start()
@@ -56,16 +54,33 @@ class ProgressLines:
         self._progress.stop()
 
     def __call__(self, progress: ArmProgress) -> None:
-        loss = "" if progress.loss is None else f"{progress.loss:.3f} {UNITS[self._plan.task]}"
-        seed = f"seed {progress.seed + 1} of {self._plan.seeds}  " if self._plan.seeds > 1 else ""
-        status = "" if progress.status in ("ok", "partial") else f"  {progress.status}"
         line = self._lines[progress.arm]
-        if not status or progress.status == "diverged":
-            self._progress.update(line, completed=progress.seed * self._plan.steps + progress.step)
-        self._progress.update(line, remark=f"{seed}{loss}{status}")
+        if progress.status in ("ok", "partial", "diverged"):
+            completed = runs_before(self._plan, progress) * self._plan.steps + progress.step
+            self._progress.update(line, completed=completed)
+        self._progress.update(line, remark=doing(self._plan, progress))
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._progress.refresh()
             self._drawn = time.monotonic()
+
+
+def runs_before(plan: TrainPlan, progress: ArmProgress) -> int:
+    """How many runs every arm has before this one: first those of the tuning, then the seeds."""
+    if progress.seed == TUNING_SEED:
+        return plan.tuned_rates.index(progress.rate)
+    return len(plan.tuned_rates) + progress.seed
+
+
+def doing(plan: TrainPlan, progress: ArmProgress) -> str:
+    """What an arm does now: the seed or the rate to be tuned, the last loss, the status if it is bad."""
+    loss = "" if progress.loss is None else f"{progress.loss:.3f} {UNITS[plan.task]}"
+    status = "" if progress.status in ("ok", "partial") else f"  {progress.status}"
+    if progress.seed == TUNING_SEED:
+        return f"tuning at {progress.rate:g}  {loss}{status}"
+    seed = f"seed {progress.seed + 1} of {plan.seeds}" if plan.seeds > 1 else ""
+    rate = f"at {progress.rate:g}" if plan.tuned_rates else ""
+    which = " ".join(part for part in (seed, rate) if part)
+    return f"{which}  {loss}{status}" if which else f"{loss}{status}"
 
 
 def table(document: dict[str, Any]) -> Table:
@@ -76,6 +91,9 @@ def table(document: dict[str, Any]) -> Table:
     made = Table(box=SIMPLE_HEAD, title=_title(document), title_justify="left", pad_edge=False)
     made.add_column("arm", overflow="fold")
     made.add_column("status")
+    tuned = any(result["tuning"] for result in results)
+    if tuned:
+        made.add_column("best\nrate", justify="right", no_wrap=True)
     for heading in (
         f"final\n{document['unit']}",
         "gap to\ndense",
@@ -89,6 +107,7 @@ def table(document: dict[str, Any]) -> Table:
         made.add_row(
             escape(result["arm"]),
             result["status"],
+            *([DASH if result["lr"] is None else f"{result['lr']:g}"] if tuned else []),
             plain(result["final_loss"], 4),
             signed(result["gap"], result["gap_interval"]),
             byte_size(result["bytes_per_step"]),
@@ -100,19 +119,29 @@ def table(document: dict[str, Any]) -> Table:
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
-    """A sentence for each arm whose status is not ok, and one for a run that ended early."""
-    found = [
-        f"{result['arm']}: {result['status']}; {result['detail']}."
-        for result in document["results"]
-        if result["status"] != "ok"
-    ]
+    """A sentence for each arm that is not ok or has its best rate at the edge, and for an early end."""
+    found = []
+    for result in document["results"]:
+        if result["status"] != "ok":
+            found.append(f"{result['arm']}: {result['status']}; {result['detail']}.")
+        if result["remark"]:
+            grid = ", ".join(f"{trial['lr']:g}" for trial in result["tuning"])
+            found.append(f"{result['arm']}: {result['remark']} ({result['lr']:g} of {grid}).")
     if document["ended"] == "budget":
-        found.append(
-            f"The time budget of {document['settings']['budget_s']:g} s ended the run; --budget sets it."
-        )
+        found.append(_budget_remark(document))
     elif document["ended"] == "interrupted":
         found.append("Interrupted: the table shows what was measured until then.")
     return found
+
+
+def _budget_remark(document: dict[str, Any]) -> str:
+    results, ended = document["results"], f"The time budget of {document['settings']['budget_s']:g} s ended"
+    if any(result["tuning"] for result in results) and not any(result["runs"] for result in results):
+        return (
+            f"{ended} the tuning of learning rates, so no seed was trained; "
+            "set a larger --budget, or fewer rates."
+        )
+    return f"{ended} the run; --budget sets it."
 
 
 def _title(document: dict[str, Any]) -> str:

@@ -122,12 +122,23 @@ class TrainRun(Struct, frozen=True, kw_only=True):
         return tuple(Point(step, *spent) for step, *spent in rows if step is not None)
 
 
+class Trial(Struct, frozen=True, kw_only=True):
+    """One arm with one learning rate of the grid, on the tuning seed."""
+
+    lr: float
+    status: str
+    loss: Figure = None
+
+
 class TrainResult(Struct, frozen=True, kw_only=True):
     """One arm with all its seeds."""
 
     arm: str
     status: str
     detail: str = ""
+    remark: str = ""
+    lr: Figure = None
+    tuning: tuple[Trial, ...] = ()
     final_loss: Figure = None
     gap: Figure = None
     gap_interval: Figure = None

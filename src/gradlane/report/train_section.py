@@ -1,4 +1,4 @@
-"""The page's section on a train document: one table, and the loss against steps, bytes and seconds."""
+"""The page's section on a train document: arms, learning rates, and loss against steps, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from statistics import fmean
 from .arm_styles import ArmStyle
 from .axis import Axis, linear, spending
 from .chart import Line, Vertex, line_chart
-from .documents import FAILED, Point, Train, TrainResult
-from .number_format import byte_size, plain, seconds_column, signed
-from .table import Table, status_row
+from .documents import FAILED, Point, Train, TrainResult, Trial
+from .number_format import DASH, byte_size, plain, seconds_column, signed
+from .table import Row, Table, status_row
 
 Curve = Sequence[Point]
 
@@ -32,6 +32,7 @@ class TrainSection:
     target: str
     seeds: int
     table: Table
+    tuning: Table | None
     charts: Sequence[Chart]
     legend: Sequence[ArmStyle]
     cut_off: bool
@@ -61,6 +62,7 @@ def train_section(train: Train, arms: Mapping[str, ArmStyle]) -> TrainSection:
         target="" if train.target is None else f"{train.target:.4g}",
         seeds=max((len(seeds) for seeds in curves.values()), default=0),
         table=_table(train.results, train.unit, arms),
+        tuning=_tuning(train.results, train.unit, arms),
         charts=charts if drawn else [],
         legend=[arms[name] for name in curves],
         cut_off=cut_off,
@@ -134,9 +136,11 @@ def _chart(
 def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, ArmStyle]) -> Table:
     step_unit, step_times = seconds_column(result.seconds_per_step for result in results)
     target_unit, target_times = seconds_column(result.to_target_s for result in results)
+    tuned = any(result.tuning for result in results)
     rows = []
     for at, result in enumerate(results):
         cells = [
+            *([_rate(result.lr)] if tuned else []),
             plain(result.final_loss, 4),
             signed(result.gap, result.gap_interval),
             byte_size(result.bytes_per_step),
@@ -145,6 +149,31 @@ def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, ArmStyl
             byte_size(result.to_target_bytes),
         ]
         rows.append(status_row(arms[result.arm], result.status, result.detail, cells))
-    headings = [f"final loss, {unit}" if unit else "final loss", "gap to dense", "sent per step"]
+    headings = ["best rate"] if tuned else []
+    headings += [f"final loss, {unit}" if unit else "final loss", "gap to dense", "sent per step"]
     headings += [f"per step, {step_unit}", f"to target, {target_unit}", "to target, sent"]
     return Table("Loss and cost of each arm", headings, rows)
+
+
+def _tuning(results: Sequence[TrainResult], unit: str, arms: Mapping[str, ArmStyle]) -> Table | None:
+    """A row for each arm, a column for each learning rate; None if nothing was tuned."""
+    rates = sorted({trial.lr for result in results for trial in result.tuning})
+    if not rates:
+        return None
+    rows = []
+    for result in results:
+        found = {trial.lr: trial for trial in result.tuning}
+        cells = [_trial(found.get(rate)) for rate in rates]
+        rows.append(Row(arms[result.arm], "", result.remark, [*cells, _rate(result.lr)]))
+    title = "Final loss at each learning rate" + (f", {unit}" if unit else "")
+    return Table(title, [*(_rate(rate) for rate in rates), "best rate"], rows)
+
+
+def _trial(trial: Trial | None) -> str:
+    if trial is None:
+        return DASH
+    return trial.status if trial.loss is None else plain(trial.loss, 4)
+
+
+def _rate(rate: float | None) -> str:
+    return DASH if rate is None else f"{rate:g}"

@@ -8,6 +8,7 @@ from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from ..bench.arms import DDP, described
+from .learning_rates import tuning_figures, why_untuned
 from .seed_run import FAILED, SeedRun
 
 TARGET_SHARE = 0.02  # of dense's decrease, above its final loss: reached shortly before the end
@@ -112,14 +113,20 @@ def cost_to(run: SeedRun, target: float) -> Cost | None:
 
 
 def result(
-    arm: str, runs: Mapping[str, Sequence[SeedRun]], seeds: int, final: int | None, target: float | None
+    arm: str,
+    runs: Mapping[str, Sequence[SeedRun]],
+    seeds: int,
+    final: int | None,
+    target: float | None,
+    tried: Sequence[SeedRun] = (),
 ) -> dict[str, Any]:
-    """An arm's entry in the document."""
+    """An arm's entry in the document. ``tried`` are its runs with the tuning seed, one for each rate."""
     own = [run for run in runs[arm] if run.steps or run.status in FAILED]
-    status, detail = _status(own, seeds)
+    status, detail = why_untuned(tried) if tried and not runs[arm] else _status(own, seeds)
     found = dict(NO_FIGURES) if final is None else figures(own, runs[DDP], final, target)
     about = {"arm": arm, "strategy": described(arm), "status": status, "detail": detail}
-    return {**about, **found, "runs": [run.as_json() for run in own]}
+    rates = tuning_figures(tried, runs[arm])
+    return {**about, **rates, **found, "runs": [run.as_json() for run in own]}
 
 
 def _status(runs: Sequence[SeedRun], seeds: int) -> tuple[str, str]:

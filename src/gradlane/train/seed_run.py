@@ -1,4 +1,4 @@
-"""The record of one arm with one seed: its evaluations, and the bytes and seconds spent until each."""
+"""The record of one arm with one seed and rate: its evaluations, and bytes and seconds until each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class SeedRun:
     """``status`` is "partial" until the last step is evaluated. A loss that is not finite is None."""
 
     seed: int
+    rate: float
     status: str = "partial"
     detail: str = ""
     steps: list[int] = field(default_factory=list)
@@ -54,6 +55,11 @@ class SeedRun:
     def loss_at(self, step: int) -> float | None:
         """The loss after ``step`` steps, at which there must be an evaluation."""
         return self.loss[self.steps.index(step)]
+
+    @property
+    def final_loss(self) -> float | None:
+        """The loss after the last step; None unless all steps were trained with finite losses."""
+        return self.loss[-1] if self.status == "ok" else None
 
     def as_json(self) -> dict[str, Any]:
         names = ("seed", "status", "detail", "steps", "loss", "bytes", "seconds")

@@ -25,6 +25,7 @@ class ArmProgress:
 
     arm: str
     seed: int
+    rate: float
     step: int
     loss: float | None
     status: str
@@ -32,7 +33,7 @@ class ArmProgress:
 
 @dataclass
 class SeedTraining:
-    """Fills ``runs``, one for each arm. ``prepare`` moves a rank to its emulated host."""
+    """Fills ``runs``, one for each arm at its rate. ``prepare`` moves a rank to its emulated host."""
 
     plan: TrainPlan
     task: Task
@@ -49,7 +50,7 @@ class SeedTraining:
         self._step_timeout = TIMEOUT + DENSE_STEPS * on_link
 
         def start(arm: str) -> ArmProcesses:
-            parts = (arm, self.task, model, self.plan, self.seed)
+            parts = (arm, self.task, model, self.plan, self.seed, self.runs[arm].rate)
             return ArmProcesses(TrainRank, self.plan.ranks, *parts, prepare=self.prepare)
 
         with Rounds(tuple(self.runs), start) as rounds:
@@ -89,5 +90,5 @@ class SeedTraining:
     def _report(self, step: int) -> None:
         for arm, run in self.runs.items():
             self.on_progress(
-                ArmProgress(arm, self.seed, step, run.loss[-1] if run.loss else None, run.status)
+                ArmProgress(arm, self.seed, run.rate, step, run.loss[-1] if run.loss else None, run.status)
             )

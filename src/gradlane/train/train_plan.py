@@ -13,13 +13,17 @@ from .tasks import BATCHES, WIDTHS, check_task, check_width
 
 RATES = {"sgd": 0.1, "adam": 3e-3}  # default learning rates
 MOST_SEEDS = 30
+TUNING_SEED = MOST_SEEDS  # reported seeds are 0 to 29, so it is never one of them
 EVALUATIONS = 20  # per run, besides the one before its first step
 LONGEST = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Options of a run. None stands for the default of the task or of the optimizer."""
+    """Options of a run. None, or no learning rate, stands for the default of the task or of the optimizer.
+
+    With several learning rates each arm is tuned.
+    """
 
     task: str = "bytes"
     arms: tuple[str, ...] = ()
@@ -28,7 +32,7 @@ class TrainPlan:
     seeds: int = 1
     link: Link = field(default=Link("none", None))
     optimizer: str = "sgd"
-    lr: float | None = None
+    lr: tuple[float, ...] = ()
     batch: int | None = None
     width: int | None = None
     every: int | None = None
@@ -48,10 +52,7 @@ class TrainPlan:
             raise InvalidValue(f"seeds={self.seeds} is outside of 1 to {MOST_SEEDS}; use a number between")
         if self.optimizer not in RATES:
             raise InvalidValue(f"optimizer {self.optimizer!r} is not known; use {' or '.join(RATES)}")
-        if not 0 < self.rate < math.inf:
-            raise InvalidValue(
-                f"lr={self.lr} cannot train; use a number above 0, say {RATES[self.optimizer]}"
-            )
+        self._check_rates()
         if self.batch_size < 1:
             raise InvalidValue(f"batch={self.batch} holds nothing; use 1 or more")
         if self.interval < 1:
@@ -65,14 +66,30 @@ class TrainPlan:
         for arm in self.arms:
             check_arm(arm)
 
+    def _check_rates(self) -> None:
+        for rate in self.lr:
+            if not 0 < rate < math.inf:
+                raise InvalidValue(
+                    f"lr={rate} cannot train; use a number above 0, say {RATES[self.optimizer]}"
+                )
+            if self.lr.count(rate) > 1:
+                named = ",".join(f"{each:g}" for each in self.lr)
+                raise InvalidValue(f"lr={named} has {rate:g} twice; name each rate once")
+
     @property
     def all_arms(self) -> tuple[str, ...]:
         """DDP without a hook first: every other arm is compared with it. No arm appears twice."""
         return tuple(dict.fromkeys((DDP, *self.arms)))
 
     @property
-    def rate(self) -> float:
-        return RATES[self.optimizer] if self.lr is None else self.lr
+    def rates(self) -> tuple[float, ...]:
+        """One, or several from the lowest to the highest."""
+        return tuple(sorted(self.lr)) or (RATES[self.optimizer],)
+
+    @property
+    def tuned_rates(self) -> tuple[float, ...]:
+        """The grid that every arm tries before its seeds; empty if there is one rate only."""
+        return self.rates if len(self.rates) > 1 else ()
 
     @property
     def batch_size(self) -> int:

@@ -43,12 +43,14 @@ class Trained:
 class TrainRank:
     """All ranks are forked with the same model. Their data differ, but are the same for every arm."""
 
-    def __init__(self, rank: int, arm: str, task: Task, model: nn.Module, plan: TrainPlan, seed: int) -> None:
-        self._rank, self._task, self._plan, self._seed = rank, task, plan, seed
+    def __init__(
+        self, rank: int, arm: str, task: Task, model: nn.Module, plan: TrainPlan, seed: int, rate: float
+    ) -> None:
+        self._rank, self._task, self._plan, self._seed, self._rate = rank, task, plan, seed, rate
         # All ranks have the same weights already; sending them over a slow link takes seconds.
         self._ddp = DistributedDataParallel(model, init_sync=False)
         self._arm = Arm(self._ddp, arm)
-        self._optimizer = _optimizer(plan, self._ddp)
+        self._optimizer = _optimizer(plan.optimizer, rate, self._ddp)
 
     def __call__(self, order: object) -> Trained | float | None:
         if isinstance(order, Train):
@@ -58,7 +60,7 @@ class TrainRank:
     def _train(self, step: int) -> Trained:
         batch = self._task.batch(self._plan.batch_size, self._seed, self._rank, step)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._plan.rate * share_of_rate(step, self._plan.steps)
+            group["lr"] = self._rate * share_of_rate(step, self._plan.steps)
         start = time.perf_counter()
         loss = self._ddp(*batch)
         self._optimizer.zero_grad()
@@ -78,7 +80,7 @@ def share_of_rate(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
-def _optimizer(plan: TrainPlan, model: nn.Module) -> torch.optim.Optimizer:
-    if plan.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), lr=plan.rate)
-    return torch.optim.SGD(model.parameters(), lr=plan.rate, momentum=MOMENTUM)
+def _optimizer(name: str, rate: float, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=rate)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
