@@ -160,6 +160,19 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
         gl.ErrorFeedback(gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))), beta=0.5
     ),
     "some by a rule": lambda: gl.Route({"*.bias": gl.Mean()}, otherwise=gl.Combined(gl.GeometricMedian())),
+    "nesterov": gl.Nesterov,
+    "nesterov without momentum": lambda: gl.Nesterov(
+        gl.Cast(gl.Mean(), torch.bfloat16), lr=0.5, momentum=0.0
+    ),
+    "nesterov int4 feedback": lambda: gl.Nesterov(
+        gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), lr=1.0, momentum=0.9
+    ),
+    "nesterov private, no noise": lambda: gl.Nesterov(
+        gl.Private(gl.Mean(), clip=100.0, noise_multiplier=0.0)
+    ),
+    "private nesterov, no noise": lambda: gl.Private(
+        gl.Nesterov(gl.PowerSGD(1, min_compression_rate=1)), clip=100.0, noise_multiplier=0.0
+    ),
     "ef21": lambda: gl.EF21(gl.Gathered(gl.TopK(0.2))),
     "ef21 sharded": lambda: gl.EF21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),
