@@ -126,6 +126,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "int4 stochastic rotated": lambda: gl.Sharded(gl.Int4(block=32, rounding="stochastic", rotate=True)),
     "int4 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))),
     "int2 feedback bf16": lambda: gl.ErrorFeedback(gl.Gathered(gl.Int2(block=32)), torch.bfloat16),
+    "int4 decay": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32)), decay=0.95),
     "1-bit": lambda: gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32))),
     "1-bit, wider answers": lambda: gl.ErrorFeedback(
         gl.Sharded(gl.Sign(block=64, rotate=True), answer=gl.Int2(block=96))
@@ -188,7 +189,11 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "acpsgd": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1)),
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "acpsgd, bf16 memory": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16),
+    "powersgd decay, bf16 memory": lambda: gl.ErrorFeedback(
+        gl.PowerSGD(1, min_compression_rate=1), torch.bfloat16, decay=0.8
+    ),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
+    "bf16 decay": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16), decay=0.5),
     "raw bf16 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Raw("bfloat16"))),
     "ef21 powersgd": lambda: gl.EF21(gl.PowerSGD(1, min_compression_rate=1)),
 }
@@ -198,6 +203,7 @@ here: with it no run is like another, and test_private.py has laws for that."""
 WITH_FEEDBACK = (
     "int4 feedback",
     "int2 feedback bf16",
+    "int4 decay",
     "1-bit",
     "1-bit, wider answers",
     "top-k",
@@ -210,10 +216,20 @@ WITH_FEEDBACK = (
     "powersgd of buckets",
     "acpsgd",
     "acpsgd bf16",
+    "powersgd decay, bf16 memory",
     "bf16 feedback",
+    "bf16 decay",
     "raw bf16 feedback",
 )
 """Those with error feedback (EF14)."""
+
+
+def decayed(strategy: gl.ErrorFeedback, name: str) -> torch.Tensor | float:
+    """What the last step has taken off the residual of a parameter: the memory holds what remains."""
+    if strategy.decay == 1:
+        return 0.0
+    return strategy.memory.state_dict()[name].double() * (1 / strategy.decay - 1)
+
 
 MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first", "raw summed",
          "raw sharded")  # fmt: skip
