@@ -10,6 +10,7 @@ names that are imported here are the public ones; everything else in the package
   ``PowerSGD``, ``AcpSGD``
 - Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
+- The outer step of local training: ``Nesterov``, around any of these
 - A strategy of your own: ``Strategy``, ``Bucket``, ``Feedback``, ``Reduced``, ``Memory``, ``Codec``,
   ``all_reduce``, ``all_gather``, ``all_to_all``, ``step_sum``, ``note``, ``strategy_from``
 - Try and price it: ``Simulation``, ``check_strategy``, ``dry_run``
@@ -76,6 +77,7 @@ from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
 from .strategies.mean import Mean, NodeMean, Noop
 from .strategies.momentum import WorkerMomentum
+from .strategies.nesterov import Nesterov
 from .strategies.private import Private
 from .strategies.route import Route
 from .strategies.schedule import After
@@ -125,6 +127,7 @@ __all__ = [
     "MultiKrum",
     "Natural",
     "NearMedian",
+    "Nesterov",
     "NodeMean",
     "NonFinite",
     "Noop",

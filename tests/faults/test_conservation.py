@@ -1,4 +1,4 @@
-"""R12: what was sent and the residual add up to what was given: any shape, dtype and stride."""
+"""R12: what was sent, the residual and what decayed of it are what was given: any shape, dtype and stride."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 import gradlane as gl
 
-from ..support.catalogue import STRATEGIES, WITH_FEEDBACK
+from ..support.catalogue import STRATEGIES, WITH_FEEDBACK, decayed
 from ..support.codecs import CODECS
 from .harness import drawing
 
@@ -76,6 +76,7 @@ def off_by(name, shape, dtype, world, chance, generator):
         given += sum(own["w"].double() for own in mine)
         largest = max(largest, *(greatest(own["w"]) for own in mine))
         sent += world * simulation.step(mine)[0]["w"].double()
+        sent += sum(decayed(own, "w") for own in simulation.strategies)
     residual = sum(own.memory.state_dict()["w"].double() for own in simulation.strategies)
     return greatest(sent + residual - given), largest
 

@@ -1,4 +1,4 @@
-"""What error feedback owes and what it has sent are the gradients, always."""
+"""What error feedback keeps, what it has sent and what has decayed are the gradients, always."""
 
 import dataclasses
 import itertools
@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import gradlane as gl
+from gradlane.strategies.encoding import SALT
 from gradlane.strategies.feedback import squared_norm
+from gradlane.strategies.text import saved_by
 
-from ..support.catalogue import STRATEGIES, WITH_FEEDBACK, GatheredMean, median
+from ..support.catalogue import STRATEGIES, WITH_FEEDBACK, GatheredMean, decayed, median
 from ..support.grids import grid
 from .test_laws import SHAPES, gradients, simulation
 
@@ -17,9 +19,11 @@ ROUGH = {
     "int2 feedback bf16": "its memory rounds to bf16",
     "powersgd by name, bf16 memory": "its memory rounds to bf16",
     "acpsgd, bf16 memory": "its memory rounds to bf16",
+    "powersgd decay, bf16 memory": "its memory rounds to bf16",
     "powersgd bf16": "sums on the wire round to bf16",
     "acpsgd bf16": "sums on the wire round to bf16",
     "bf16 feedback": "sums on the wire round to bf16",
+    "bf16 decay": "sums on the wire round to bf16",
 }
 """The exceptions, as the docs have them: what this rounding drops nobody keeps."""
 
@@ -42,7 +46,7 @@ def with_outliers(world, step):
     "world", [3, 8, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 5))]
 )
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_what_arrived_and_what_is_kept_is_what_was_given(name, world):
+def test_what_arrived_what_is_kept_and_what_has_decayed_is_what_was_given(name, world):
     ranks = gl.Simulation(STRATEGIES[name](), world=world)
     missing = {key: torch.zeros(shape, dtype=torch.double) for key, shape in BLOCKS.items()}
     for step in range(STEPS):
@@ -52,6 +56,7 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(name, world):
         mine = [{key: rows[rank] for key, rows in given.items()} for rank in range(world)]
         for key, mean in ranks.step(mine)[0].items():
             missing[key] -= world * mean.double()
+            missing[key] -= sum(decayed(strategy, key) for strategy in ranks.strategies)
     slack = (1e-2 if name in ROUGH else 1e-6) * 30 * world * STEPS
     for key in BLOCKS:
         kept = sum(strategy.memory.state_dict()[key].double() for strategy in ranks.strategies)
@@ -72,6 +77,7 @@ def test_so_it_is_in_many_small_buckets(name, world, bucket_bytes):
         answer = ranks.step(mine)[0]
         for key in SHAPES:
             arrived[key] += world * answer[key].double()
+            arrived[key] += sum(decayed(strategy, key) for strategy in ranks.strategies)
     slack = 5e-2 if name in ROUGH else 1e-5
     for key in SHAPES:
         kept = sum(strategy.memory.state_dict()[key].double() for strategy in ranks.strategies)
@@ -152,6 +158,47 @@ def test_a_new_residual_beside_the_old_one_has_the_same_bits(name, world, dtype)
 
 def same(x, y):
     return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(nan=0), y.nan_to_num(nan=0))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("codec", [gl.Int4(block=32), gl.TopK(0.1)], ids=str)
+def test_decay_is_that_of_sparseloco(codec, world):
+    """residual <- decay * residual + gradient; send; subtract what was sent: in this order, and dense."""
+    decay = 0.9
+    ranks = gl.Simulation(gl.ErrorFeedback(gl.Gathered(codec), decay=decay), world=world)
+    residual = [torch.zeros(500) for _ in range(world)]
+    generator = torch.Generator().manual_seed(world)
+    for step in range(6):
+        mine = [torch.randn(500, generator=generator) for _ in range(world)]
+        answer = ranks.step([{"w": own.clone()} for own in mine])[0]["w"]
+        sent = []
+        for rank, own in enumerate(mine):
+            residual[rank] = decay * residual[rank] + own
+            seed = bucket_of(step, rank, world).seed(SALT, shared=False)
+            sent.append(codec.decode(codec.encode(residual[rank], seed), torch.empty(500), seed))
+            residual[rank] -= sent[-1]
+        torch.testing.assert_close(answer, sum(sent) / world, rtol=1e-5, atol=1e-6)
+
+
+def bucket_of(step, rank, world):
+    return gl.Bucket(torch.zeros(500), (gl.Slot("w", torch.Size([500])),), step, rank, world)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_FEEDBACK if "decay" not in name])
+def test_without_decay_nothing_changes(name):
+    one, other = simulation(name, 3), simulation(name, 3)
+    other.strategies = [dataclasses.replace(own, decay=1) for own in other.strategies]
+    for step in range(3):
+        a, b = one.step(gradients(3, step)), other.step(gradients(3, step))
+        assert all(torch.equal(a[0][key], b[0][key]) for key in SHAPES)
+
+
+def test_a_state_that_was_saved_before_there_was_a_decay_is_known():
+    strategy = gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1)))
+    before = gl.describe(strategy).replace(", decay=1.0", "")
+    assert before != gl.describe(strategy)
+    assert saved_by(strategy, before)
+    assert not saved_by(dataclasses.replace(strategy, decay=0.95), before)
 
 
 def test_feedback_makes_a_constant_gradient_arrive_and_its_absence_does_not():
@@ -268,6 +315,15 @@ def test_dgc_is_the_paper_step_by_step():
         (lambda: gl.Sharded(8), gl.WrongType, "takes a codec, got int"),
         (lambda: gl.ErrorFeedback(gl.TopK()), gl.WrongType, r"TopK is a codec; write ErrorFeedback\(Sharded"),
         (lambda: gl.ErrorFeedback(gl.Mean(), torch.float16), gl.InvalidValue, "use float32 or bfloat16"),
+        (lambda: gl.ErrorFeedback(gl.Mean(), decay=0.0), gl.InvalidValue, "decay=0.0; use a factor above 0"),
+        (lambda: gl.ErrorFeedback(gl.Mean(), decay=1.1), gl.InvalidValue, "decay=1.1"),
+        (lambda: gl.ErrorFeedback(gl.Mean(), decay=torch.nan), gl.InvalidValue, "decay=nan"),
+        (lambda: gl.ErrorFeedback(gl.Mean(), decay="1"), gl.InvalidValue, "decay='1'"),
+        (
+            lambda: gl.ErrorFeedback(gl.Mean(), torch.bfloat16, decay=0.999),
+            gl.InvalidValue,
+            "decay=0.999: a memory in bfloat16 rounds it away; use at most 0.996, 1, or float32",
+        ),
         (lambda: gl.EF21(3), gl.WrongType, "wraps a strategy, got int"),
         (
             lambda: gl.EF21(gl.Cast(gl.Mean(), torch.bfloat16)),

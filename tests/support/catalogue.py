@@ -126,6 +126,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "int4 stochastic rotated": lambda: gl.Sharded(gl.Int4(block=32, rounding="stochastic", rotate=True)),
     "int4 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))),
     "int2 feedback bf16": lambda: gl.ErrorFeedback(gl.Gathered(gl.Int2(block=32)), torch.bfloat16),
+    "int4 decay": lambda: gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32)), decay=0.95),
     "1-bit": lambda: gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32))),
     "1-bit, wider answers": lambda: gl.ErrorFeedback(
         gl.Sharded(gl.Sign(block=64, rotate=True), answer=gl.Int2(block=96))
@@ -160,6 +161,19 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
         gl.ErrorFeedback(gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))), beta=0.5
     ),
     "some by a rule": lambda: gl.Route({"*.bias": gl.Mean()}, otherwise=gl.Combined(gl.GeometricMedian())),
+    "nesterov": gl.Nesterov,
+    "nesterov without momentum": lambda: gl.Nesterov(
+        gl.Cast(gl.Mean(), torch.bfloat16), lr=0.5, momentum=0.0
+    ),
+    "nesterov int4 feedback": lambda: gl.Nesterov(
+        gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), lr=1.0, momentum=0.9
+    ),
+    "nesterov private, no noise": lambda: gl.Nesterov(
+        gl.Private(gl.Mean(), clip=100.0, noise_multiplier=0.0)
+    ),
+    "private nesterov, no noise": lambda: gl.Private(
+        gl.Nesterov(gl.PowerSGD(1, min_compression_rate=1)), clip=100.0, noise_multiplier=0.0
+    ),
     "ef21": lambda: gl.EF21(gl.Gathered(gl.TopK(0.2))),
     "ef21 sharded": lambda: gl.EF21(gl.Sharded(gl.Int4(block=32))),
     "dgc": lambda: gl.DGC(0.1, clip=1.0, warmup=5),
@@ -175,7 +189,11 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "acpsgd": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1)),
     "acpsgd bf16": lambda: gl.ErrorFeedback(gl.Cast(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16)),
     "acpsgd, bf16 memory": lambda: gl.ErrorFeedback(gl.AcpSGD(1, min_compression_rate=1), torch.bfloat16),
+    "powersgd decay, bf16 memory": lambda: gl.ErrorFeedback(
+        gl.PowerSGD(1, min_compression_rate=1), torch.bfloat16, decay=0.8
+    ),
     "bf16 feedback": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16)),
+    "bf16 decay": lambda: gl.ErrorFeedback(gl.Cast(gl.Mean(), torch.bfloat16), decay=0.5),
     "raw bf16 feedback": lambda: gl.ErrorFeedback(gl.Sharded(gl.Raw("bfloat16"))),
     "ef21 powersgd": lambda: gl.EF21(gl.PowerSGD(1, min_compression_rate=1)),
 }
@@ -203,6 +221,7 @@ EVERY = STRATEGIES | OF_WEIGHTS
 WITH_FEEDBACK = (
     "int4 feedback",
     "int2 feedback bf16",
+    "int4 decay",
     "1-bit",
     "1-bit, wider answers",
     "top-k",
@@ -215,10 +234,20 @@ WITH_FEEDBACK = (
     "powersgd of buckets",
     "acpsgd",
     "acpsgd bf16",
+    "powersgd decay, bf16 memory",
     "bf16 feedback",
+    "bf16 decay",
     "raw bf16 feedback",
 )
 """Those with error feedback (EF14)."""
+
+
+def decayed(strategy: gl.ErrorFeedback, name: str) -> torch.Tensor | float:
+    """What the last step has taken off the residual of a parameter: the memory holds what remains."""
+    if strategy.decay == 1:
+        return 0.0
+    return strategy.memory.state_dict()[name].double() * (1 / strategy.decay - 1)
+
 
 MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first", "raw summed",
          "raw sharded")  # fmt: skip

@@ -30,6 +30,8 @@ class Case:
     wanted: tuple[int, ...]
     names: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     residual: Callable[[Strategy], Mapping[str, Tensor]] | None = None
+    decayed: Callable[[Strategy], Mapping[str, Tensor]] | None = None
+    """What the last step has taken off the residual of one rank, on purpose."""
 
     def ranks(self, world: int, bucket_bytes: int | None = None) -> Simulation:
         node = 2 if world % 2 == 0 else 1

@@ -55,7 +55,7 @@ def check_strategy(
     - A run that was stopped and resumed gives the results of an uninterrupted run.
     - All state is saved, and a step that was undone leaves no trace.
     - Another number of ranks can go on.
-    - What arrived and the residual add up to the gradients.
+    - What arrived and the residual, and what a ``decay`` took off it, add up to the gradients.
     - The text form reads back.
 
     Each finding says which law the strategy breaks, and where. An empty list means that it obeys all.
@@ -72,7 +72,7 @@ def check_strategy(
     if any(isinstance(part, Private) and part.noise_multiplier for part in parts(strategy)):
         raise InvalidValue("two runs of Private differ by their noise; check it with noise_multiplier=0")
     tuples = {slot.name: tuple(slot.shape) for slot in slots_of(SHAPES if shapes is None else shapes)}
-    case = Case(strategy, tuples, tuple(worlds), names or {}, _residual_of(strategy, residual))
+    case = Case(strategy, tuples, tuple(worlds), names or {}, _residual_of(strategy, residual), _decayed)
     if not case.worlds:
         raise InvalidValue(
             f"{type(strategy).__name__} refuses all of worlds={case.wanted}; name one that it can work with"
@@ -120,4 +120,14 @@ def _all_residuals(strategy: Strategy) -> dict[str, Tensor]:
     for leaf in named_states(strategy):
         if leaf.owner == "ErrorFeedback.memory":
             found |= leaf.state.state_dict()
+    return found
+
+
+def _decayed(strategy: Strategy) -> dict[str, Tensor]:
+    """The residual is what ``decay`` left of it: the rest follows from that."""
+    found: dict[str, Tensor] = {}
+    for part in parts(strategy):
+        if isinstance(part, ErrorFeedback) and part.decay != 1:
+            state = part.memory.state_dict()
+            found |= {name: tensor.double() * (1 / part.decay - 1) for name, tensor in state.items()}
     return found

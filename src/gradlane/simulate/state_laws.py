@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def other_ranks_can_go_on(case: Case) -> Iterator[str]:
         saved = [own.state_dict() for own in before.strategies]
         for rank, own in enumerate(after.strategies):
             own.load_state_dict(own.carried(saved, rank, new))
-        expected, found = _residuals(case, before), _residuals(case, after)
+        expected, found = _summed(case.residual, before), _summed(case.residual, after)
         for name, total in expected.items():
             if name not in found or not torch.allclose(found[name], total, rtol=1e-4, atol=tolerance):
                 yield f"the sum of the residuals of {name!r} is different with {new} ranks than with {old}"
@@ -102,30 +102,32 @@ def other_ranks_can_go_on(case: Case) -> Iterator[str]:
         case.run(after, HALF, HALF + 1)
 
 
-def _residuals(case: Case, ranks: Simulation) -> Mapping[str, Tensor]:
+def _summed(
+    of_one: Callable[[Strategy], Mapping[str, Tensor]] | None, ranks: Simulation
+) -> Mapping[str, Tensor]:
     """By name, summed over the ranks."""
     total: dict[str, Tensor] = {}
-    residual = case.residual or (lambda own: {})
-    for own in ranks.strategies:
-        for name, tensor in residual(own).items():
+    for own in ranks.strategies if of_one is not None else ():
+        for name, tensor in of_one(own).items():
             total[name] = total[name] + tensor.double() if name in total else tensor.double()
     return total
 
 
 def nothing_is_lost(case: Case) -> Iterator[str]:
-    """If there is a residual: what arrived and the residual add up to the gradients of all steps."""
+    """If there is a residual: what arrived, the residual, and what has decayed of it add up to the gradients
+    of all steps."""
     for world in sorted({2, case.several} & set(case.worlds)) if case.residual is not None else ():
         ranks = case.ranks(world)
-        gradients = [case.gradients(world, step) for step in range(2 * HALF)]
-        arrived = case.run(ranks, 0, 2 * HALF)
-        residuals = _residuals(case, ranks)
-        for name, shape in case.shapes.items():
-            total = sum(
-                (own[name].double() for step in gradients for own in step), torch.zeros(shape).double()
-            )
-            here = sum((world * step[0][name].double() for step in arrived), torch.zeros(shape).double())
-            missing = total - here - residuals.get(name, torch.zeros(()))
-            off = missing.abs().max().item() if missing.numel() else 0.0
+        missing = {name: torch.zeros(shape).double() for name, shape in case.shapes.items()}
+        for step in range(2 * HALF):
+            for own in case.gradients(world, step):
+                _add(missing, own)
+            ((mean, *_),) = case.run(ranks, step, step + 1)
+            _add(missing, mean, -world)
+            _add(missing, _summed(case.decayed, ranks), -1)
+        _add(missing, _summed(case.residual, ranks), -1)
+        for name, total in missing.items():
+            off = total.abs().max().item() if total.numel() else 0.0
             if not off <= _tolerance(case.strategy) * math.sqrt(world * 2 * HALF):
                 yield (
                     f"world={world}, {2 * HALF} steps: what arrived of {name!r} plus the residual is "
@@ -133,6 +135,11 @@ def nothing_is_lost(case: Case) -> Iterator[str]:
                     "Reduced.mean the mean of that"
                 )
                 return
+
+
+def _add(totals: dict[str, Tensor], tensors: Mapping[str, Tensor], times: int = 1) -> None:
+    for name, tensor in tensors.items():
+        totals[name].add_(tensor.double(), alpha=times)
 
 
 def _tolerance(strategy: Strategy) -> float:

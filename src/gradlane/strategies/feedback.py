@@ -13,6 +13,7 @@ from ..codecs.base import Codec, keep_finite
 from ..core.bucket import Bucket, Feedback
 from ..core.collectives import note
 from ..core.memory import Memory
+from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
@@ -20,6 +21,7 @@ from .nesting import check_wrapped
 from .sampling import sample_of
 
 MEMORY_DTYPES = (torch.float32, torch.bfloat16)
+SLOWEST_BF16_DECAY = 1 - 2**-8  # a slower one changes less than half a unit in the last place of bfloat16
 LARGEST_RESIDUAL = 1e18  # fp32 cannot add up the squares of larger ones
 
 
@@ -28,19 +30,34 @@ class ErrorFeedback(Strategy):
     """EF14 (Seide et al., 2014; Karimireddy et al., 2019): send C(g + e), keep e = g + e - C(g + e).
 
     At any number of ranks, what arrived plus what all ranks keep is the sum of all gradients. Exceptions:
-    sums that a ``Cast`` inside rounds on the wire, a memory in bfloat16, which rounds, and what a robust rule
-    leaves out. The memory, of type ``dtype``, is one copy of the gradient, and a second one to go back to
-    when a step fails. ``comm/residual_norm`` is its norm, estimated from a sample where a bucket is large.
+    sums that a ``Cast`` inside rounds on the wire, a memory in bfloat16, which rounds, what a robust rule
+    leaves out, and what ``decay`` forgets. The memory, of type ``dtype``, is one copy of the gradient, and a
+    second one to go back to when a step fails. ``comm/residual_norm`` is its norm, estimated from a sample
+    where a bucket is large.
+
+    ``decay`` below 1 multiplies the residual in each step (SparseLoCo, 2508.15706, has 0.95): what waits for
+    long belongs to weights of long ago, and fades. What arrived, what is kept and what has decayed then add
+    up to the gradients.
     """
 
     inner: Strategy
     dtype: torch.dtype = torch.float32
+    decay: float = 1.0
     memory: Memory = field(init=False)
     keeps_privacy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.dtype not in MEMORY_DTYPES:
             raise InvalidValue(f"ErrorFeedback dtype={self.dtype}; use float32 or bfloat16")
+        if not is_number(self.decay) or not 0 < self.decay <= 1:
+            raise InvalidValue(
+                f"ErrorFeedback decay={self.decay!r}; use a factor above 0 and up to 1, such as 0.95"
+            )
+        if self.dtype == torch.bfloat16 and SLOWEST_BF16_DECAY < self.decay < 1:
+            raise InvalidValue(
+                f"ErrorFeedback decay={self.decay}: a memory in bfloat16 rounds it away; use at most "
+                f"{SLOWEST_BF16_DECAY:.3f}, 1, or float32"
+            )
         self.memory = Memory(self.dtype)
         check_wrapped(self, self.inner, _example("ErrorFeedback", self.inner))
 
@@ -51,7 +68,8 @@ class ErrorFeedback(Strategy):
             send C(p)
             e' = p - C(p)
 
-        A strategy that ``fuses_feedback`` computes the three lines itself, in one pass over memory.
+        A strategy that ``fuses_feedback`` computes the three lines itself, in one pass over memory. With
+        ``decay`` the memory holds decay * e': that of the next step has decayed by then.
         """
         e, e_out = self.memory.buffers(bucket)
         if self.inner.fuses_feedback:
@@ -64,6 +82,8 @@ class ErrorFeedback(Strategy):
             # A strategy without ``sent`` lost nothing of g, which is p in the gradient's own width.
             sent = p.to(g.dtype) if reduced.sent is None else reduced.sent()
             _keep(p.sub_(sent), e_out)
+        if self.decay != 1:
+            e_out.mul_(self.decay)
         if not bucket.flat.is_meta:
             await note(residual_square=residual_square(e_out, bucket.step))
         return Reduced(reduced.mean, bounded=reduced.bounded)

@@ -94,7 +94,8 @@ class Private(Strategy):
         if not wrapper.keeps_privacy:
             return (
                 f"{type(wrapper).__name__} around Private would break its bound, which is for whole "
-                "gradients, as they are, in every step; Private is the outermost, but for Cast"
+                "gradients, as they are, in every step; Private is the outermost, but for Cast and "
+                "Nesterov"
             )
         return FP16 if _in_fp16(wrapper) else None
 
