@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import Kind
 from ..core.events import Event, wire_bytes
+from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import GradlaneError, InvalidValue
+from ..less_often import local_steps
+from ..session.local_training import LocalTraining
+from ..strategies.local_steps import LocalSteps
 from ..strategies.text import describe, parse
 
 DDP = "ddp"
@@ -33,21 +40,42 @@ _TORCH = re.compile(r"torch\.(\w+)(?:\((\d+)\))?")
 class Arm:
     """An arm attached to a model. It counts the bytes sent, and keeps the events of a strategy."""
 
-    def __init__(self, ddp: DistributedDataParallel, name: str) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, name: str, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """``optimizer``: of the training; an arm with local steps counts its steps."""
         self.events: list[Event] = []
         self.sent_bytes = 0
-        self._each_step = 0
+        self.local: LocalTraining | None = None
+        self._dense_steps = 0.0  # of DDP itself
+        gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
+        self._dense = wire_bytes("all_reduce", gradients, dist.get_world_size())
         if name == DDP:
-            gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
-            self._each_step = wire_bytes("all_reduce", gradients, dist.get_world_size())
+            self._dense_steps = math.inf
         elif match := _TORCH.fullmatch(name):
             self._count_torch()
             _register(ddp, match[1], int(match[2] or 1))
+        elif isinstance(strategy := parse(name), LocalSteps):
+            assert optimizer is not None  # bench refuses such arms
+            self._dense_steps = strategy.warmup
+            self.local = local_steps(ddp, optimizer, strategy, observer=self._on_event)
         else:
-            self.attachment = attach(ddp, name, observer=self._on_event)
+            self.attachment = attach(ddp, strategy, observer=self._on_event)
 
     def step_done(self) -> None:
-        self.sent_bytes += self._each_step
+        """After each step of the optimizer."""
+        if self._dense_steps:
+            self._dense_steps -= 1
+            self.sent_bytes += self._dense
+
+    def finish(self) -> None:
+        """After the last step: local steps end with a round."""
+        if self.local is not None:
+            self.local.finish()
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """For evaluation: the weights that all ranks have agreed on."""
+        return nullcontext() if self.local is None else self.local.agreed()
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -72,17 +100,17 @@ class Arm:
         return counting
 
 
-def check_arm(name: str) -> None:
-    """Refuse the name of an arm that cannot be run."""
+def check_arm(name: str) -> Strategy | None:
+    """Refuse the name of an arm that cannot be run; its strategy, if it has one."""
     if name == DDP:
-        return
+        return None
     if match := _TORCH.fullmatch(name):
         if match[1] not in TORCH_HOOKS:
             known = ", ".join(f"torch.{hook}" for hook in TORCH_HOOKS)
             raise InvalidValue(f"arm {name!r} is not known; torch's hooks are {known}")
-        return
+        return None
     try:
-        parse(name)
+        return parse(name)
     except GradlaneError as error:
         raise InvalidValue(f"arm {name!r}: {error}; or use ddp, torch.fp16, ...") from None
 

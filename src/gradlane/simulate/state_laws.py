@@ -107,7 +107,9 @@ def _summed(
 ) -> Mapping[str, Tensor]:
     """By name, summed over the ranks."""
     total: dict[str, Tensor] = {}
-    for own in ranks.strategies if of_one is not None else ():
+    if of_one is None:
+        return total
+    for own in ranks.strategies:
         for name, tensor in of_one(own).items():
             total[name] = total[name] + tensor.double() if name in total else tensor.double()
     return total

@@ -49,13 +49,16 @@ class TrainRank:
         self._rank, self._task, self._plan, self._seed, self._rate = rank, task, plan, seed, rate
         # All ranks have the same weights already; sending them over a slow link takes seconds.
         self._ddp = DistributedDataParallel(model, init_sync=False)
-        self._arm = Arm(self._ddp, arm)
         self._optimizer = _optimizer(plan.optimizer, rate, self._ddp)
+        self._arm = Arm(self._ddp, arm, self._optimizer)
 
     def __call__(self, order: object) -> Trained | float | None:
         if isinstance(order, Train):
             return self._train(order.step)
-        return self._task.held_out_loss(self._ddp.module) if self._rank == 0 else None
+        if self._rank != 0:
+            return None
+        with self._arm.agreed():
+            return self._task.held_out_loss(self._ddp.module)
 
     def _train(self, step: int) -> Trained:
         batch = self._task.batch(self._plan.batch_size, self._seed, self._rank, step)
@@ -66,6 +69,8 @@ class TrainRank:
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
+        if step == self._plan.steps - 1:
+            self._arm.finish()
         end = time.perf_counter()
         self._arm.step_done()
         self._arm.take_events()  # nothing here reads them, and they would accumulate
