@@ -90,12 +90,17 @@ def local_steps(
     if isinstance(model, DistributedDataParallel) and group is not None:
         raise InvalidValue("group= is for a model without DDP; a DDP model has its own")
     within = None if inside is None else as_strategy(inside)
-    return LocalTraining(
-        model, optimizer, chosen, settings, group=group, bucket_mb=bucket_mb,
-        gradients=_gradients_of(model, chosen.warmup, within, group, settings),
-        keep_gradients=within is not None,
-        inside=None if within is None else describe(within, shared_only=True),
-    )  # fmt: skip
+    gradients = _gradients_of(model, chosen.warmup, within, group, settings)
+    try:
+        return LocalTraining(
+            model, optimizer, chosen, settings, group=group, bucket_mb=bucket_mb, gradients=gradients,
+            keep_gradients=within is not None,
+            inside=None if within is None else describe(within, shared_only=True),
+        )  # fmt: skip
+    except BaseException:
+        if gradients is not None:
+            gradients.close()
+        raise
 
 
 def _chosen(strategy: Strategy, every: int | None, others: tuple[object, ...]) -> LocalSteps:
@@ -125,8 +130,9 @@ def _gradients_of(
         if inside is None:
             return None  # DDP itself, with whatever hook it has
         return attach(
-            model, After(warmup, inside), timeout=settings.timeout, ranks_per_node=settings.ranks_per_node
-        )
+            model, After(warmup, inside), timeout=settings.timeout, ranks_per_node=settings.ranks_per_node,
+            scaler=settings.scaler,
+        )  # fmt: skip
     if own_loop_of(model) is not None:
         if inside is not None:
             raise WrongState("reduce_gradients works on this model already; close() it, or leave out inside=")
@@ -135,5 +141,6 @@ def _gradients_of(
         return None
     reduced = Mean() if inside is None else After(warmup, inside)
     return attach_without_ddp(
-        model, reduced, group=group, timeout=settings.timeout, ranks_per_node=settings.ranks_per_node
-    )
+        model, reduced, group=group, timeout=settings.timeout, ranks_per_node=settings.ranks_per_node,
+        scaler=settings.scaler,
+    )  # fmt: skip

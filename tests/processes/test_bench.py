@@ -185,6 +185,7 @@ def test_an_arm_that_cannot_start_says_why():
         ({"budget_s": -1.0}, "budget_s=-1 is not above 0"),
         ({"arms": ("torch.fp17",)}, "arm 'torch.fp17' is not known; torch's hooks are torch.allreduce"),
         ({"arms": ("Maen()",)}, "did you mean Mean"),
+        ({"arms": ("LocalSteps(Mean())",)}, "most local steps send nothing; use gradlane train"),
         ({"model": "mlp"}, "model 'mlp' is not known; use mlp9m, resnet18, gpt-small, or module:function"),
         ({"model": "tests.nowhere:tiny"}, "tests.nowhere cannot be imported: ModuleNotFoundError"),
         ({"model": "tests.support.workloads:huge"}, "tests.support.workloads has no function 'huge'"),

@@ -76,6 +76,23 @@ def test_bytes_are_those_of_one_rank_from_the_first_step_on(trained):
         assert result["seconds_per_step"] > 0
 
 
+def test_local_steps_are_an_arm_that_ends_with_a_round():
+    """A warm-up of dense steps is counted; the loss is that of the weights which all ranks agreed on."""
+    arms = ("LocalSteps(Mean(), every=4, warmup=1)", "LocalSteps(Mean(), every=1)")
+    document = train_arms(TrainPlan(arms=arms, steps=4, batch=2, every=1))
+    dense, rare, often = document["results"]
+    assert {result["status"] for result in document["results"]} == {"ok"}
+    size = 4 * document["settings"]["parameters"]
+    sent = rare["runs"][0]["bytes"]
+    assert sent[1:4] == [size, size, size]
+    assert size < sent[4] - size < 1.01 * size  # the last round, and its roll call
+    loss = rare["runs"][0]["loss"]
+    assert loss[1] == loss[2] == loss[3] == dense["runs"][0]["loss"][1]  # nothing is agreed on in between
+    assert loss[4] != loss[3]
+    # SGD with momentum on every rank, averaged in every step, is DDP but for rounding
+    assert often["gap"] == pytest.approx(0, abs=1e-3)
+
+
 def test_the_page_takes_the_document(trained, tmp_path):
     _, document = trained
     write_json(tmp_path / "train.json", document)

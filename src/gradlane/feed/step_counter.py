@@ -53,7 +53,8 @@ class StepCounter:
             raise WrongState(
                 "an optimizer steps inside of backward; with local steps call optimizer.step() after backward"
             )
-        self._before_step()
+        if not self._in_scaler:
+            self._before_step()
 
     @property
     def scaler(self) -> Scaler | None:
@@ -72,6 +73,8 @@ class StepCounter:
             counter = own()
             if counter is None or optimizer is not counter._optimizer():
                 return original(scaler, optimizer, *args, **kwargs)
+            # Before the scaler looks for an overflow: then all ranks find it, or none.
+            counter._before_step()
             counter._in_scaler = True
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -89,6 +92,14 @@ class StepCounter:
 
 
 def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer that takes the steps; a framework may have wrapped it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # its import takes long, and warns
+        raise WrongType(
+            "a ZeroRedundancyOptimizer brings the weights of all ranks together in every step, so that none "
+            "can train alone; use a plain optimizer"
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     raise WrongType(

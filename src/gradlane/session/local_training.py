@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoint.subject import Parameter
+from ..checkpoint.tree import entries_of, tree_of
 from ..core.events import wire_bytes
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState
@@ -276,7 +277,15 @@ class LocalTraining(Session):
 
     def state_dict(self) -> dict[str, Any]:
         self._complete_round()
-        return super().state_dict() | {"layout": []}
+        found = super().state_dict()
+        cloned = (
+            (path, value.clone() if isinstance(value, Tensor) else value)
+            for path, value in entries_of(found["state"])
+        )
+        return found | {
+            "layout": [],
+            "state": tree_of(cloned),
+        }  # training goes on with the originals
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._complete_round()
