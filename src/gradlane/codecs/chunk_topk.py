@@ -29,7 +29,7 @@ VALUES = {"int2": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloa
 
 @dataclass(frozen=True)
 class ChunkTopK(Codec):
-    """The ``ratio`` largest magnitudes of each chunk of 4096 elements (SparseLoCo: Sarfi et al., 2025, 2508.15706).
+    """The ``ratio`` largest magnitudes of each chunk of 4096 elements, as in SparseLoCo (Sarfi et al., 2025).
 
     A chunk of m elements sends exactly ceil(ratio * m) of them, of equal magnitudes the first; the last chunk
     may be shorter. Every chunk has its share, so no layer starves beside one with larger gradients, and a
