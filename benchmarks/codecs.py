@@ -21,7 +21,8 @@ from gradlane.kernels.native import VARIABLE, kernels_in_use
 
 CODECS = (gl.Raw(), gl.Int8(), gl.Int4(), gl.Int2(), gl.Sign(), gl.Fp8(), gl.Fp8(format="e5m2"), gl.Natural(),
           gl.Int8(rounding="stochastic"), gl.Int4(rotate=True), gl.Sign(rotate=True), gl.TopK(),
-          gl.TopK(value="bfloat16"), gl.RandomK(), gl.RandomK(run=64))  # fmt: skip
+          gl.TopK(value="bfloat16"), gl.ChunkTopK(), gl.ChunkTopK(value="float32"), gl.RandomK(),
+          gl.RandomK(run=64))  # fmt: skip
 SETS = 4
 ACTS = ("encode", "decode", "decode+add", "encode+feedback", "feedback apart")
 

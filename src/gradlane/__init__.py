@@ -6,8 +6,8 @@ names that are imported here are the public ones; everything else in the package
 - Start and end: ``attach``, ``Attachment``, ``reduce_gradients``, ``init_elastic``, ``shutdown``
 - Means and wrappers: ``Mean``, ``Noop``, ``Cast``, ``After``, ``Route``, ``WeightedMean``, ``Private``
 - Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
-  (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``RandomK``, ``Raw``), or around
-  ``PowerSGD``, ``AcpSGD``
+  (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``ChunkTopK``, ``RandomK``,
+  ``Raw``), or around ``PowerSGD``, ``AcpSGD``
 - Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
 - The outer step of local training: ``Nesterov``, around any of these
@@ -33,6 +33,7 @@ from .aggregate.nnm import NNM
 from .aggregate.rule import GramRule, RowRule, Rule
 from .aggregate.watch import Watch
 from .codecs.base import Codec
+from .codecs.chunk_topk import ChunkTopK
 from .codecs.fp8 import Fp8
 from .codecs.natural import Natural
 from .codecs.randomk import RandomK
@@ -101,6 +102,7 @@ __all__ = [
     "Bulyan",
     "Cast",
     "CenteredClipping",
+    "ChunkTopK",
     "Codec",
     "Combined",
     "ErrorFeedback",

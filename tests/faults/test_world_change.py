@@ -20,7 +20,7 @@ WORLDS = (4, 2, 3)
 WITH_RESIDUAL = (*WITH_FEEDBACK, "weighted feedback", "median int4 feedback", "int4 clipped feedback",
                  "momentum", "dgc", "momentum int4 feedback", "geometric median int4 feedback")  # fmt: skip
 WITH_STATE = (*WITH_RESIDUAL, "ef21", "ef21 sharded", "private powersgd, no noise", "mixed", "nesterov",
-              "nesterov int4 feedback", "private nesterov, no noise")  # fmt: skip
+              "nesterov int4 feedback", "sparseloco", "private nesterov, no noise")  # fmt: skip
 BATCH = 24  # of all ranks together: the same for 4, 2 and 3
 
 

@@ -37,6 +37,11 @@ def test_the_layout_is_what_is_made(name, numel):
     assert same(room, payload)
 
 
+def chunked(numel, ratio):
+    """Elements that are sent: a share of each chunk, rounded up."""
+    return numel // 4096 * math.ceil(ratio * 4096) + math.ceil(ratio * (numel % 4096))
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -50,9 +55,13 @@ def test_the_layout_is_what_is_made(name, numel):
         ("natural", lambda n: n + math.ceil(n / 8)),
         ("topk", lambda n: 6 * math.ceil(0.01 * n) + 4 * math.ceil(n / 65536)),
         ("topk bfloat16", lambda n: 4 * math.ceil(0.05 * n) + 4 * math.ceil(n / 65536)),
+        ("chunk topk", lambda n: math.ceil(chunked(n, 0.02) * 1.5) + math.ceil(chunked(n, 0.02) / 4)
+                                 + 4 * math.ceil(n / 4096)),
+        ("chunk topk float32", lambda n: math.ceil(5.5 * chunked(n, 0.05))),
+        ("chunk topk bfloat16", lambda n: math.ceil(3.5 * chunked(n, 0.05))),
         ("randomk", lambda n: 4 * math.ceil(0.01 * n)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("numel", SIZES)
 def test_bytes_in_closed_form(name, size, numel):
     layout = CODECS[name].layout(numel)
@@ -104,7 +113,8 @@ def test_adding_is_decoding_and_adding(name, numel):
 
 
 EXACT = ("raw", "int8", "int4", "int4 block 96", "int2", "fp8 e4m3", "fp8 e5m2", "natural", "topk",
-         "topk bfloat16", "topk all", "randomk", "randomk runs")  # fmt: skip
+         "topk bfloat16", "topk all", "chunk topk float32", "chunk topk bfloat16", "randomk",
+         "randomk runs")  # fmt: skip
 """Decoded is 0 or within a factor of two of p: then the difference is exact (Sterbenz)."""
 
 

@@ -85,7 +85,9 @@ def test_so_it_is_in_many_small_buckets(name, world, bucket_bytes):
 
 
 @pytest.mark.parametrize(
-    "codec", [gl.Int4(), gl.Int2(), gl.Sign(rotate=True), gl.Fp8(), gl.TopK(0.05)], ids=str
+    "codec",
+    [gl.Int4(), gl.Int2(), gl.Sign(rotate=True), gl.Fp8(), gl.TopK(0.05), gl.ChunkTopK(0.05)],
+    ids=str,
 )
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 8))])
 def test_a_steady_gradient_arrives_beside_outliers_at_any_number_of_ranks(codec, world):

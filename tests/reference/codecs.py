@@ -132,6 +132,67 @@ def topk_exact(x, seed, slots):
     return values, taken + [0] * (slots - len(taken)), [len(taken)]
 
 
+def chunk_topk(x, ratio, value="int2"):
+    """Chunk by chunk: the largest, of equal ones the first, and their two levels."""
+    values, codes, places, levels = [], [], [], []
+    for start in range(0, len(x), 4096):
+        chunk = x[start : start + 4096]
+        order = sorted(range(len(chunk)), key=lambda place: (-magnitude(chunk[place]), place))
+        taken = sorted(order[: math.ceil(ratio * len(chunk))])
+        places += taken
+        if value == "int2":
+            own_codes, own_levels = two_levels([chunk[place] for place in taken])
+            codes += own_codes
+            levels.append(own_levels)
+        else:
+            sent = [chunk[place] if value == "float32" else bfloat16(chunk[place]) for place in taken]
+            values += [number if np.isfinite(number) else f32("nan") for number in sent]
+    if value == "int2":
+        return packed(codes, 2), packed_places(places), levels
+    return values, packed_places(places)
+
+
+def two_levels(numbers):
+    """Every cut of the sorted magnitudes is tried, and its squared error computed; then codes and levels."""
+    sizes = sorted((float(abs(number)) for number in numbers), reverse=True)
+    if not all(map(math.isfinite, sizes)):
+        return [(2 if number < 0 else 0) for number in numbers], [f32("nan"), f32("nan")]
+    cuts = {}
+    for cut in range(1, len(sizes) + 1):
+        if cut == len(sizes) or sizes[cut] < sizes[cut - 1]:  # equal ones stay together
+            parts = [part for part in (sizes[:cut], sizes[cut:]) if part]
+            means = [sum(part) / len(part) for part in parts]
+            cuts[cut] = sum(
+                (size - mean) ** 2 for part, mean in zip(parts, means, strict=True) for size in part
+            )
+    best = min(cuts, key=cuts.get)
+    high, low = sizes[:best], sizes[best:]
+    levels = [bfloat16(f32(sum(part) / len(part))) if part else f32(0) for part in (high, low)]
+    if any(map(np.isnan, levels)):
+        return [(2 if number < 0 else 0) for number in numbers], [f32("nan"), f32("nan")]
+    return [(abs(number) >= high[-1]) + (2 if number < 0 else 0) for number in numbers], levels
+
+
+def packed_places(places):
+    """12 bits each, the first in the lowest bits: as one long number."""
+    wide = sum(place << 12 * index for index, place in enumerate(places))
+    return list(wide.to_bytes(-(-3 * len(places) // 2), "little"))
+
+
+def chunk_topk_decoded(x, ratio, value="int2"):
+    """What the others see of x, dense."""
+    out = np.zeros(len(x), f32)
+    for start in range(0, len(x), 4096):
+        chunk = x[start : start + 4096]
+        order = sorted(range(len(chunk)), key=lambda place: (-magnitude(chunk[place]), place))
+        taken = order[: math.ceil(ratio * len(chunk))]
+        codes, levels = two_levels([chunk[place] for place in taken])
+        for place, code in zip(taken, codes, strict=True):
+            sent = levels[1 - code % 2] * f32(-1 if code >= 2 else 1) if value == "int2" else chunk[place]
+            out[start + place] = sent if value != "bfloat16" else bfloat16(sent)
+    return out
+
+
 def randomk(x, seed, units, run, unbiased):
     keys, runs = keys_of(seed), -(-len(x) // run)
     values = []

@@ -135,6 +135,8 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "natural": lambda: gl.Gathered(gl.Natural()),
     "top-k": lambda: gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))),
     "top-k sharded": lambda: gl.ErrorFeedback(gl.Sharded(gl.TopK(0.1))),
+    "chunk top-k": lambda: gl.ErrorFeedback(gl.Gathered(gl.ChunkTopK(0.1))),
+    "chunk top-k sharded": lambda: gl.ErrorFeedback(gl.Sharded(gl.ChunkTopK(0.1, value="bfloat16"))),
     "random-k": lambda: gl.ErrorFeedback(gl.Summed(gl.RandomK(0.1))),
     "raw summed": lambda: gl.Summed(gl.Raw()),
     "raw sharded": lambda: gl.Sharded(gl.Raw()),
@@ -167,6 +169,9 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     ),
     "nesterov int4 feedback": lambda: gl.Nesterov(
         gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), lr=1.0, momentum=0.9
+    ),
+    "sparseloco": lambda: gl.Nesterov(
+        gl.ErrorFeedback(gl.Gathered(gl.ChunkTopK(0.1)), decay=0.95), lr=0.7, momentum=0.0
     ),
     "nesterov private, no noise": lambda: gl.Nesterov(
         gl.Private(gl.Mean(), clip=100.0, noise_multiplier=0.0)
@@ -226,6 +231,8 @@ WITH_FEEDBACK = (
     "1-bit, wider answers",
     "top-k",
     "top-k sharded",
+    "chunk top-k",
+    "chunk top-k sharded",
     "random-k",
     "powersgd",
     "powersgd by name, bf16 memory",

@@ -26,6 +26,10 @@ CODECS: dict[str, gl.Codec] = {
     "topk": gl.TopK(),
     "topk bfloat16": gl.TopK(0.05, value="bfloat16"),
     "topk all": gl.TopK(1.0),
+    "chunk topk": gl.ChunkTopK(),
+    "chunk topk float32": gl.ChunkTopK(0.05, value="float32"),
+    "chunk topk bfloat16": gl.ChunkTopK(0.05, value="bfloat16"),
+    "chunk topk all": gl.ChunkTopK(1.0),
     "randomk": gl.RandomK(),
     "randomk runs": gl.RandomK(0.05, run=7),
     "randomk unbiased": gl.RandomK(0.1, unbiased=True),
@@ -41,6 +45,8 @@ UNBIASED = ("int8 stochastic", "int4 stochastic", "int4 rotated stochastic", "in
 CONTRACTIONS = {"raw": 0.0, "raw bfloat16": 1e-5, "int8": 1e-4, "int8 rotated": 1e-4, "int4": 0.02,
                 "int2": 0.7, "int2 rotated": 0.7, "sign": 0.37, "sign block 32": 0.37, "sign rotated": 0.37,
                 "fp8 e4m3": 1e-3, "fp8 e5m2": 4e-3, "topk": 0.99, "topk bfloat16": 0.95, "topk all": 0.0,
+                "chunk topk": 0.87, "chunk topk float32": 0.75, "chunk topk bfloat16": 0.75,
+                "chunk topk all": 0.13,
                 "randomk": 0.995, "randomk runs": 0.97}  # fmt: skip
 """|x - decoded|^2 / |x|^2 is at most this on Gaussian data."""
 

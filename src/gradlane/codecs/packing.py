@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -48,3 +49,22 @@ def unpack_bits(packed: Tensor) -> Tensor:
     eights = (eights | (eights << 14)) & 0x0003_0003_0003_0003
     eights = (eights | (eights << 7)) & 0x0101_0101_0101_0101
     return eights.view(torch.uint8)
+
+
+def pack_places(places: Tensor) -> Tensor:
+    """Numbers of 12 bits, two in three bytes; the last one of an odd count has two bytes."""
+    count = places.numel()
+    pairs = pad(places, (0, count % 2)).view(-1, 2)
+    both = pairs[:, 0] | pairs[:, 1] << 12
+    return (
+        torch.stack([both & 0xFF, both >> 8 & 0xFF, both >> 16], 1)
+        .view(-1)
+        .to(torch.uint8)[: -(-3 * count // 2)]
+    )
+
+
+def unpack_places(packed: Tensor, count: int) -> Tensor:
+    """The numbers again, as int64."""
+    threes = pad(packed, (0, count % 2)).view(-1, 3).to(torch.int64)
+    both = threes[:, 0] | threes[:, 1] << 8 | threes[:, 2] << 16
+    return torch.stack([both & 0xFFF, both >> 12], 1).view(-1)[:count]

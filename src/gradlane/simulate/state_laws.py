@@ -107,10 +107,8 @@ def _summed(
 ) -> Mapping[str, Tensor]:
     """By name, summed over the ranks."""
     total: dict[str, Tensor] = {}
-    if of_one is None:
-        return total
-    for own in ranks.strategies:
-        for name, tensor in of_one(own).items():
+    for tensors in map(of_one, ranks.strategies) if of_one is not None else ():
+        for name, tensor in tensors.items():
             total[name] = total[name] + tensor.double() if name in total else tensor.double()
     return total
 

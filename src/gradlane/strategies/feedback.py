@@ -35,9 +35,9 @@ class ErrorFeedback(Strategy):
     second one to go back to when a step fails. ``comm/residual_norm`` is its norm, estimated from a sample
     where a bucket is large.
 
-    ``decay`` below 1 multiplies the residual in each step (SparseLoCo, 2508.15706, has 0.95): what waits for
-    long belongs to weights of long ago, and fades. What arrived, what is kept and what has decayed then add
-    up to the gradients.
+    ``decay`` below 1 multiplies the residual in each step (SparseLoCo, Sarfi et al., 2025: 0.95). What waits
+    for long belongs to weights of long ago, and fades. What arrived, what is kept and what has decayed then
+    add up to the gradients.
     """
 
     inner: Strategy
