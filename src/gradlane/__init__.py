@@ -8,6 +8,7 @@ names that are imported here are the public ones; everything else in the package
 - Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
   (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``RandomK``, ``Raw``), or around
   ``PowerSGD``, ``AcpSGD``
+- With Adam: ``freeze_moments``, ``SharedMomentum``
 - Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
 - A strategy of your own: ``Strategy``, ``Bucket``, ``Feedback``, ``Reduced``, ``Memory``, ``Codec``,
@@ -58,6 +59,7 @@ from .errors import (
     WrongState,
     WrongType,
 )
+from .freeze import freeze_moments
 from .session.attachment import Attachment
 from .session.own_loop import OwnLoop
 from .simulate.check import Finding, check_strategy
@@ -76,6 +78,7 @@ from .strategies.momentum import WorkerMomentum
 from .strategies.private import Private
 from .strategies.route import Route
 from .strategies.schedule import After
+from .strategies.shared_momentum import SharedMomentum
 from .strategies.text import describe, parse
 from .strategies.tokens import TokenCount
 from .strategies.weighted import WeightedMean
@@ -138,6 +141,7 @@ __all__ = [
     "Rule",
     "RunInfo",
     "Sharded",
+    "SharedMomentum",
     "Sign",
     "Simulation",
     "Sink",
@@ -164,6 +168,7 @@ __all__ = [
     "check_strategy",
     "describe",
     "dry_run",
+    "freeze_moments",
     "init_elastic",
     "mean",
     "note",

@@ -132,6 +132,11 @@ class Memory:
             )
         return found
 
+    @property
+    def empty(self) -> bool:
+        """Whether it holds nothing yet."""
+        return not self._single and not self._layout_of
+
     def get(self, name: str) -> Tensor | None:
         return self._single.get(name)
 
