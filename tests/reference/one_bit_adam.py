@@ -1,6 +1,6 @@
 """1-bit Adam (Tang et al., 2021) by the formulas of its algorithm 1: n ranks in one place, in fp64.
 
-With AdamW's decay, and without a server's compression unless ``shards`` says whose part of the answer is whose.
+With AdamW's decay. The server compresses too if ``shards`` says which rank is the server of which part.
 """
 
 import torch

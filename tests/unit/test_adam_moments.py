@@ -9,7 +9,7 @@ import torch
 from torch.optim import Adam, AdamW
 
 import gradlane as gl
-from gradlane.feed.adam_moments import BETA2, MARK, STEP, freeze, momentum, moments, thaw
+from gradlane.feed.adam_moments import BETA2, MARK, STEP, freeze, moments, momentum, thaw
 
 MODES = {
     "plain": {"foreach": False},
@@ -26,10 +26,13 @@ KINDS = {"adam": (Adam, {}), "adamw": (AdamW, {"weight_decay": 0.1})}
 
 
 def warm(kind, dtype=torch.float32, steps=20, eps=EPS, **mode):
-    """An optimizer after some steps: of one parameter some elements never had a gradient, another never any."""
+    """After some steps. Of one parameter some elements never had a gradient; another one never had any."""
     make, options = KINDS[kind]
     torch.manual_seed(0)
-    weight, spare = torch.randn(500, dtype=dtype).requires_grad_(), torch.randn(3, dtype=dtype).requires_grad_()
+    weight, spare = (
+        torch.randn(500, dtype=dtype).requires_grad_(),
+        torch.randn(3, dtype=dtype).requires_grad_(),
+    )
     optimizer = make([{"params": [weight]}, {"params": [spare]}], lr=LR, eps=eps, **options, **mode)
     for _ in range(steps):
         weight.grad = torch.randn_like(weight)
@@ -58,7 +61,11 @@ def test_follows_the_formula_and_the_second_moment_keeps_its_bits(kind, mode):
     v = optimizer.state[weight].get("max_exp_avg_sq", before).double().clone()
     decay = KINDS[kind][1].get("weight_decay", 0.0)
     sign = 1 if MODES[mode].get("maximize") else -1
-    expected, start, start_of_spare = weight.detach().double(), weight.detach().clone(), spare.detach().clone()
+    expected, start, start_of_spare = (
+        weight.detach().double(),
+        weight.detach().clone(),
+        spare.detach().clone(),
+    )
     for _ in range(50):
         m = 30 * torch.randn_like(weight)  # far above sqrt(v): a beta2 of 1 - 1e-9 would let v grow
         weight.grad, spare.grad = m, torch.randn_like(spare)
@@ -169,12 +176,16 @@ def test_an_optimizer_in_a_wrapper_is_named():
     class Wrapper:
         optimizer = Adam([torch.zeros(2, requires_grad=True)])
 
-    with pytest.raises(gl.WrongType, match=r"got Wrapper; pass the one inside of this Wrapper: optimizer\.opt"):
+    with pytest.raises(
+        gl.WrongType, match=r"got Wrapper; pass the one inside of this Wrapper: optimizer\.opt"
+    ):
         gl.freeze_moments(Wrapper())
 
 
 def test_options_without_an_attachment_are_refused():
-    with pytest.raises(gl.InvalidValue, match=r"need the attachment .* freeze_moments\(optimizer\) to freeze now"):
+    with pytest.raises(
+        gl.InvalidValue, match=r"need the attachment .* freeze_moments\(optimizer\) to freeze now"
+    ):
         gl.freeze_moments(Adam([torch.zeros(2, requires_grad=True)]), after=10)
     with pytest.raises(gl.WrongType, match="got a int as attachment"):
         gl.freeze_moments(Adam([torch.zeros(2, requires_grad=True)]), 60)
