@@ -93,7 +93,7 @@ def adam_of(model):
 
 def train(rank, make, *, moving, own_loop=False, model=build, dtype=torch.float32, steps=12, after=5,
           then="Mean()", refresh=None, schedule=None):  # fmt: skip
-    """The weights at the end. Without ``moving`` gradients are dense, and the optimizer keeps its momentum."""
+    """The weights at the end. Without ``moving``, gradients are sent and the optimizer keeps its momentum."""
     module = model() if model is ComplexWeights else model(dtype=dtype)
     ddp = module if own_loop else DistributedDataParallel(module, **SMALL)
     optimizer = make(module)
