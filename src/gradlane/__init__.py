@@ -8,6 +8,7 @@ names that are imported here are the public ones; everything else in the package
 - Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
   (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``ChunkTopK``, ``RandomK``,
   ``Raw``), or around ``PowerSGD``, ``AcpSGD``
+- With Adam: ``freeze_moments``, ``SharedMomentum``
 - Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
 - The outer step of local training: ``Nesterov``, around any of these
@@ -60,6 +61,7 @@ from .errors import (
     WrongState,
     WrongType,
 )
+from .freeze import freeze_moments
 from .less_often import local_steps
 from .session.attachment import Attachment
 from .session.local_training import LocalTraining
@@ -82,6 +84,7 @@ from .strategies.nesterov import Nesterov
 from .strategies.private import Private
 from .strategies.route import Route
 from .strategies.schedule import After
+from .strategies.shared_momentum import SharedMomentum
 from .strategies.text import describe, parse
 from .strategies.tokens import TokenCount
 from .strategies.weighted import WeightedMean
@@ -149,6 +152,7 @@ __all__ = [
     "Rule",
     "RunInfo",
     "Sharded",
+    "SharedMomentum",
     "Sign",
     "Simulation",
     "Sink",
@@ -175,6 +179,7 @@ __all__ = [
     "check_strategy",
     "describe",
     "dry_run",
+    "freeze_moments",
     "init_elastic",
     "local_steps",
     "mean",

@@ -162,6 +162,9 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "momentum int4 feedback": lambda: gl.WorkerMomentum(
         gl.ErrorFeedback(gl.Combined(gl.GeometricMedian(), gl.Int4(block=32))), beta=0.5
     ),
+    "shared momentum": lambda: gl.SharedMomentum(gl.Mean()),
+    "shared momentum by name": lambda: gl.SharedMomentum(gl.Mean(), {"a.*": 0.5, "*": 0.9}),
+    "shared momentum 1-bit": lambda: gl.SharedMomentum(gl.ErrorFeedback(gl.Sharded(gl.Sign(block=32)))),
     "some by a rule": lambda: gl.Route({"*.bias": gl.Mean()}, otherwise=gl.Combined(gl.GeometricMedian())),
     "nesterov": gl.Nesterov,
     "nesterov without momentum": lambda: gl.Nesterov(

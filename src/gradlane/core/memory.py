@@ -133,6 +133,11 @@ class Memory:
         layout = self._layout_of.get(name)
         return self._single.get(name) if layout is None else layout.view(self._flats[layout], name)
 
+    @property
+    def empty(self) -> bool:
+        """Whether it holds nothing yet."""
+        return not self._single and not self._layout_of
+
     def get(self, name: str) -> Tensor | None:
         return self._single.get(name)
 

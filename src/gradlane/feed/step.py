@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -18,7 +19,7 @@ from torch.futures import Future
 from ..core.bucket import Bucket, Layout
 from ..core.events import StepTimes, wire_bytes
 from ..core.scratch import Scratch
-from ..core.strategy import Strategy
+from ..core.strategy import Reduced, Strategy
 from ..errors import NonFinite, WrongState
 from ..lane.base import Book, Finish, Lane, same
 from .drift import DriftCheck
@@ -71,12 +72,15 @@ class Step:
         self.rank = rank
         self.world = sizes["world"]
         self.scaler = scaler
-        self.on_begin: Callable[[], None] = _nothing
+        self.on_begin: Callable[[bool], Exception | None] = _nothing
+        """Called before each step, with whether this rank has joined. An error that it returns fails the step
+        on all ranks."""
         self._book = book
         self._sizes = sizes
         self._policy = policy or NonFinitePolicy("propagate", lane.check)
         self._drift = drift
         self._joined = False
+        self._refusal: Exception | None = None  # what ``on_begin`` had against this step
         self._failure: BaseException | None = None  # of this step, once it is computed
         self._first_bucket_at = 0.0
         self._target: Lane | ResumedBuckets = lane  # the lane, but for the first steps after a resume
@@ -87,8 +91,8 @@ class Step:
 
     def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
         """Before the first bucket. A rank that has ``joined`` has no data any more, and sends zeros."""
-        self.on_begin()
         self.finish()
+        self._refusal = self.on_begin(joined)
         self._change_to(State.BEGUN)
         self.number, self._joined, self._failure = self.next, joined, None
         self._first_bucket_at = time.perf_counter()
@@ -136,6 +140,8 @@ class Step:
         self._book.gradient(raw, wire_bytes("all_reduce", raw, self.world), is_last)
         if self.scaler is not None:
             strategy = unscaled(strategy, self.scaler)
+        if self._refusal is not None:
+            strategy = _Refused(self._refusal)
         return self._target.submit(strategy, bucket, finish=finish, raises=raises)
 
     def break_off(self) -> None:
@@ -224,5 +230,15 @@ def _finish_complex(finish: Finish, mean: Tensor) -> Tensor:
     return finish(torch.view_as_complex(mean.view(-1, 2)))
 
 
-def _nothing() -> None:
+@dataclass
+class _Refused(Strategy):
+    """Fails the step on all ranks. An error that is raised in DDP's hook would break DDP instead."""
+
+    error: Exception
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        raise self.error
+
+
+def _nothing(joined: bool) -> None:
     """Nobody has to know that a step begins."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..core.one_model import claim, exclusive_states
 from ..core.ownership import Ownership
 from ..core.strategy import Strategy, shared_state
 from ..core.unsaved_state import unsaved_state
-from ..errors import WrongState
+from ..errors import GradlaneError, WrongState
 from ..feed.drift import DriftCheck
 from ..feed.loss_scale import Scaler, checked_scaler
 from ..feed.nonfinite import NonFinitePolicy
@@ -41,7 +41,11 @@ from .registry import register, unregister
 from .state import SessionState
 from .swap import SwapAgreement, move_states
 
+if TYPE_CHECKING:
+    from .freezing import Freezing
+
 Self = TypeVar("Self", bound="Session")
+
 T = TypeVar("T")
 
 
@@ -78,6 +82,7 @@ class Session(ABC):
         self._parameters = self._described(parameters_of(module))
         self._ownership = Ownership(self, module)
         self._searched_stray = False  # for state in places where nobody saves it
+        self._freezing: Freezing | None = None  # set by ``freeze_moments``
         warn_of_unmatched(strategy, self._parameter_names())
         opened = open_for(
             strategy, module, self._parameters, group=group, device=device, settings=settings,
@@ -97,7 +102,8 @@ class Session(ABC):
             scaler=self._loss_scaler(),
             drift=self._drift_check(opened),
         )
-        self._step.on_begin = weakly(self._step_begins, default=None)
+        self._step.on_begin = _on_begin(weakref.ref(self))
+        self._board = opened.board
         self._swap_agreement = SwapAgreement(opened.board)
         self._state = SessionState(self._step, opened.board, self._parameters, self._ownership)
         self._start_feed(opened)
@@ -164,16 +170,31 @@ class Session(ABC):
         all ranks raise, and the old strategy stays. A state of the old strategy moves to the new one if that
         has the same state (``ErrorFeedback.memory``, say) and it is empty; the log lists what was dropped.
         """
+        if self._freezing is not None:
+            raise WrongState(
+                "freeze_moments has chosen the strategy of this attachment, and its optimizer follows that; "
+                "call freeze_moments again with another then="
+            )
+        self._swap_to(as_strategy(strategy))
+
+    def _swap_to(
+        self,
+        strategy: Strategy,
+        *,
+        doing: str = "swap",
+        against: GradlaneError | None = None,
+        also: Document | None = None,
+    ) -> None:
+        """Collective. ``against`` is what this rank has against it; ``also`` is compared too."""
         self._must_be_open()
-        self._must_be_between_steps("swap")
+        self._must_be_between_steps(doing)
         self._step.finish()
-        strategy = as_strategy(strategy)
-        objection = objection_to(strategy, self._module(), self._world, self.gives, self._ownership)
-        self._swap_agreement.agree(self.step, strategy, objection)
+        against = against or objection_to(strategy, self._module(), self._world, self.gives, self._ownership)
+        self._swap_agreement.agree(self.step, strategy, against, doing, also or {})
         warn_of_unmatched(strategy, self._parameter_names())
         follow(self.strategy, strategy)
         for dropped in move_states(self.strategy, strategy, slots_of(self._parameters)):
-            log.warning("swap: dropped %s", dropped)
+            log.warning("%s: dropped %s", doing, dropped)
         self.strategy, self._searched_stray = strategy, False
         claim(strategy, self._ownership)
 
@@ -251,13 +272,14 @@ class Session(ABC):
         state = "closed" if self._closed else f"step {self.step}"
         return f"<{type(self).__name__} of {describe(self.strategy, short=True)}, {state}>"
 
-    def _step_begins(self) -> None:
+    def _step_begins(self, joined: bool) -> Exception | None:
         """Before each step; after the first one, warn of state that no checkpoint would contain."""
         self._ownership.used = True
         if not self._searched_stray and self.step > 0:
             self._searched_stray = True
             for warning in unsaved_state(self.strategy):
                 log.warning("%s", warning)
+        return None if self._freezing is None else self._freezing.before_step(joined)
 
     def _drift_check(self, opened: Opened) -> DriftCheck | None:
         if self.settings.verify_every is None:
@@ -277,6 +299,11 @@ class Session(ABC):
     def _must_be_between_steps(self, doing: str) -> None:
         if self._step.state is State.BEGUN:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
+
+
+def _on_begin(session: weakref.ref[Session]) -> Callable[[bool], Exception | None]:
+    """Does not keep the session."""
+    return lambda joined: None if (found := session()) is None else found._step_begins(joined)
 
 
 def weakly(method: Callable[[], T], default: T) -> Callable[[], T]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..agree.board import Board
+from ..agree.board import Board, Document
 from ..agree.compare import as_note, refuse_differences, refuse_objections
 from ..checkpoint.files import rearranged
 from ..checkpoint.load import fitting_of
@@ -22,19 +22,22 @@ from ..strategies.text import describe
 
 
 class SwapAgreement:
-    """The ranks compare step and strategy of each swap; if anything differs, or one objects, all raise."""
+    """The ranks compare step and strategy of each swap, and what else is to be the same; if anything differs,
+    or one objects, all raise."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._swaps = 0
 
-    def agree(self, step: int, strategy: Strategy, objection: GradlaneError | None) -> None:
-        compared = {"step": step, "strategy": describe(strategy, shared_only=True)}
+    def agree(
+        self, step: int, strategy: Strategy, objection: GradlaneError | None, doing: str, also: Document
+    ) -> None:
+        compared = {"call": doing, "step": step, **also, "strategy": describe(strategy, shared_only=True)}
         note = {**compared, "objection": as_note(objection)}
-        _, notes = self._board.agree(f"swap{self._swaps}", note, doing="swap")
+        _, notes = self._board.agree(f"swap{self._swaps}", note, doing=doing)
         self._swaps += 1
-        refuse_objections(notes, objection, "swap")
-        refuse_differences(notes, tuple(compared), "swap")
+        refuse_objections(notes, objection, doing)
+        refuse_differences(notes, tuple(compared), doing)
 
 
 def move_states(old: Strategy, new: Strategy, slots: Slots) -> list[str]:
