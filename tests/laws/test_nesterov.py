@@ -152,6 +152,20 @@ def test_an_overflow_of_its_own_is_not_remembered(dtype):
     assert ranks.step([{"w": largest * 0 + 1}])[0]["w"].isfinite().all()
 
 
+@pytest.mark.parametrize("momentum", [0.5, 0.0])
+def test_an_overflow_after_a_bounded_mean_is_not_taken_for_bounded(momentum):
+    """A driver believes the very tensor that was a bounded mean; so the answer must be another one."""
+    bucket = gl.Bucket(torch.full((3,), 1e10), (gl.Slot("w", torch.Size([3])),), step=0, rank=0, world=1)
+    coroutine = gl.Nesterov(lr=1e30, momentum=momentum).reduce(bucket)
+    coroutine.send(None)
+    with pytest.raises(StopIteration) as end:
+        coroutine.send(bucket.flat)
+    reduced = end.value.value
+    assert reduced.mean.isinf().all()
+    assert reduced.mean is not bucket.flat
+    assert not reduced.bounded
+
+
 @pytest.mark.parametrize("nonfinite", [False, True])
 def test_a_step_that_is_undone_leaves_the_velocity(nonfinite):
     ranks = gl.Simulation(gl.Nesterov(), world=2)

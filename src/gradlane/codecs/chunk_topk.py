@@ -17,13 +17,8 @@ from ..core.numbers import is_bounded, is_number
 from ..errors import InvalidValue
 from .base import PIECE, Codec, keep_finite
 from .packing import pack, pack_places, unpack, unpack_places
-from .selection import NO_SIGN
+from .selection import CHUNK, largest_of_rows
 
-CHUNK = 4096
-"""Elements that a place of 12 bits can address."""
-LAST = CHUNK - 1
-GROUP = 8
-"""Elements of which the largest is looked at first; see ``_largest``."""
 VALUES = {"int2": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,7 +72,7 @@ class ChunkTopK(Codec):
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         positions = self._positions(flat)
         taken = flat[positions]
-        payload[1].copy_(pack_places(positions & LAST))
+        payload[1].copy_(pack_places(positions % CHUNK))
         if self.value == "int2":
             self._quantise(taken, payload)
         else:
@@ -107,11 +102,11 @@ class ChunkTopK(Codec):
         full = flat.numel() // CHUNK * CHUNK
         size = 4 * PIECE if flat.device.type == "cpu" else max(1, full)  # large: each has twenty calls
         found = [
-            start + _largest(flat[start : min(start + size, full)].view(-1, CHUNK), self._share(CHUNK))
+            start + largest_of_rows(flat[start : min(start + size, full)].view(-1, CHUNK), self._share(CHUNK))
             for start in range(0, full, size)
         ]
         if full < flat.numel():
-            found.append(full + _largest(flat[None, full:], self._share(flat.numel() - full)))
+            found.append(full + largest_of_rows(flat[None, full:], self._share(flat.numel() - full)))
         return torch.cat([positions.view(-1) for positions in found])
 
     def _decoded(self, payload: Payload, numel: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -152,31 +147,6 @@ class ChunkTopK(Codec):
         total[positions] = torch.where(unsent, taken, taken - sent)
         if unsent.any():
             keep_finite(total)
-
-
-def _largest(rows: Tensor, count: int) -> Tensor:
-    """Positions of the largest magnitudes of each row, from the first element of the first row on.
-
-    Magnitudes are compared as the bits of their floats, which order NaN above Inf above all else. Where few
-    are wanted it is twice as fast to look at the largest of each group first: ``count`` elements lie in
-    ``count`` groups at most, and those are the first by their largest.
-    """
-    number, size = rows.shape
-    magnitudes = rows.view(torch.int32) & NO_SIGN
-    places = torch.arange(size, device=rows.device).expand(number, size)
-    if size % GROUP == 0 and 2 * GROUP * count <= size:
-        groups = _first(magnitudes.view(number, -1, GROUP).amax(2), places[:, : size // GROUP], count)
-        places = (groups[:, :, None] * GROUP + places[0, :GROUP]).view(number, -1)
-        magnitudes = magnitudes.gather(1, places)
-    found = _first(magnitudes, places, count).sort(dim=1).values
-    return found + torch.arange(0, rows.numel(), size, device=rows.device)[:, None]
-
-
-def _first(magnitudes: Tensor, places: Tensor, count: int) -> Tensor:
-    """The places of the largest in each row, in any order. With the place in the lowest bits no two numbers
-    are equal, so every implementation takes the same ones."""
-    keys = magnitudes.to(torch.int64) << 12 | LAST - places
-    return LAST - (keys.topk(count, dim=1, sorted=False).values & LAST)
 
 
 def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Selection by threshold in plain torch, with the methods of the compiled kernels."""
+"""Selection in plain torch: by a threshold, with the methods of the compiled kernels, or row by row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from torch import Tensor
 
 SPAN = 65_536
 """Elements that a 16-bit position can address."""
+CHUNK = 4096
+"""Elements that a place of 12 bits can address."""
+GROUP = 8
+"""Elements of which the largest is looked at first, in ``largest_of_rows``."""
 NO_SIGN = 0x7FFF_FFFF
 INFINITE = 0x7F80_0000
 
@@ -80,3 +84,28 @@ def _ranked(numbers: Tensor, rank: int) -> int:
     """At least 1, so that zeros do not count."""
     magnitudes = numbers.contiguous().view(torch.int32) & NO_SIGN
     return max(1, int(torch.kthvalue(magnitudes, magnitudes.numel() - rank + 1).values))
+
+
+def largest_of_rows(rows: Tensor, count: int) -> Tensor:
+    """Positions of the largest magnitudes of each row, from the first element of the first row on.
+
+    Magnitudes are compared as the bits of their floats, which order NaN above Inf above all else. Where few
+    are wanted it is twice as fast to look at the largest of each group first: ``count`` elements lie in
+    ``count`` groups at most, and those are the first by their largest.
+    """
+    number, size = rows.shape
+    magnitudes = rows.view(torch.int32) & NO_SIGN
+    places = torch.arange(size, device=rows.device).expand(number, size)
+    if size % GROUP == 0 and 2 * GROUP * count <= size:
+        groups = _first(magnitudes.view(number, -1, GROUP).amax(2), places[:, : size // GROUP], count)
+        places = (groups[:, :, None] * GROUP + places[0, :GROUP]).view(number, -1)
+        magnitudes = magnitudes.gather(1, places)
+    found = _first(magnitudes, places, count).sort(dim=1).values
+    return found + torch.arange(0, rows.numel(), size, device=rows.device)[:, None]
+
+
+def _first(magnitudes: Tensor, places: Tensor, count: int) -> Tensor:
+    """The places of the largest in each row, in any order. With the place in the lowest bits no two numbers
+    are equal, so every implementation takes the same ones."""
+    keys = magnitudes.to(torch.int64) << 12 | CHUNK - 1 - places
+    return CHUNK - 1 - keys.topk(count, dim=1, sorted=False).values % CHUNK

@@ -24,7 +24,7 @@ from .nesting import check_wrapped
 class Nesterov(Strategy):
     """The outer step of DiLoCo (Douillard et al., 2023, 2311.08105) as a strategy.
 
-    With delta the answer of the strategy inside, and u the velocity, 0 at first:
+    With delta the answer of the strategy inside, and u the velocity, 0 at first::
 
         u      = momentum * u + delta
         answer = lr * (delta + momentum * u)
