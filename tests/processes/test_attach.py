@@ -56,7 +56,7 @@ def refused(rank, case):
         ("dtype option", "strategy: rank 0 has Cast(Mean(), float16), rank 1 has Cast(Mean(), bfloat16)"),
         (
             "number option",
-            "strategy: rank 0 has After(10, Mean(), first=Mean()), rank 1 has After(11, Mean(), ",
+            "strategy: rank 0 has After(10, Mean(), first=Mean(), refresh=None), rank 1 has ",
         ),
         ("other strategy", "strategy: rank 0 has Noop(), rank 1 has Mean()"),
         ("user option", "MajorityVote(step_size=0.2), rank 1 has MajorityVote(step_size=0.1)"),

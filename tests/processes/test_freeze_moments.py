@@ -384,3 +384,37 @@ def test_goes_on_with_another_number_of_ranks(tmp_path):
     run_ranks(resumed, 3, str(tmp_path), 4, 0, 6, None, False, False)
     first, second = run_ranks(resumed, 2, str(tmp_path), 4, 6, 9, None, False, False)
     assert torch.equal(first, second)
+
+
+def called_again(rank):
+    """Once more in the middle, with the same codec and with another one."""
+    found = []
+    for again in (None, ONE_BIT, "ErrorFeedback(Gathered(Int4(block=32)))"):
+        module = build()
+        optimizer = adamw_of(module)
+        with gl.attach_without_ddp(module, "Mean()", timeout=30) as attachment:
+            gl.freeze_moments(optimizer, attachment, after=3, then=ONE_BIT)
+            for step in range(8):
+                if step == 6 and again:
+                    before = attachment.state_dict()["state"]
+                    gl.freeze_moments(optimizer, attachment, after=3, then=again)
+                    after = attachment.state_dict()["state"]
+                    assert flat(before["then"]["memory"].values()).equal(
+                        flat(after["then"]["memory"].values())
+                    )
+                    residuals = [part["then"]["inner"]["memory"].values() for part in (before, after)]
+                    assert torch.equal(*map(flat, residuals))
+                optimizer.zero_grad()
+                module(data(rank, step)).backward()
+                gl.reduce_gradients(
+                    module, "Mean()", timeout=30
+                )  # the strategy of the first call is still fine
+                optimizer.step()
+        found.append(flat(p.detach() for p in module.parameters()))
+    return found
+
+
+def test_a_second_call_keeps_momentum_and_residual():
+    for once, again, other in run_ranks(called_again, 2):
+        assert torch.equal(once, again)
+        assert not torch.equal(once, other)

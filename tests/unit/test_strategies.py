@@ -173,6 +173,65 @@ def test_weighted_mean_of_narrow_gradients_keeps_its_range():
     assert answers[0]["a"].item() == 1.0
 
 
+def test_after_comes_back_to_the_first_in_the_steps_of_0_1_adam():
+    wanted, step, number = [], 0, 0
+    while step < 1000:  # the paper: k_{j+1} = k_j + 2^floor(j / 16)
+        wanted.append(step)
+        step, number = step + 2 ** (number // 16), number + 1
+    after = gl.After(100, gl.Noop(), refresh=16)
+    assert [s for s in range(1000) if after.is_first(s)] == sorted({*range(100), *wanted})
+    assert not any(gl.After(100, gl.Noop()).is_first(s) for s in range(100, 1000))
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(gl.InvalidValue, match=f"refresh={wrong}"):
+            gl.After(1, gl.Noop(), refresh=wrong)
+
+
+def test_shared_momentum_is_the_momentum_of_the_mean():
+    ranks = gl.Simulation(gl.SharedMomentum(gl.Mean(), {"a": 0.5, "*": 0.9}), world=3)
+    m = {"a": torch.zeros(4), "b": torch.zeros(3)}
+    for _ in range(5):
+        given = [{"a": torch.randn(4), "b": torch.randn(3)} for _ in range(3)]
+        answer = ranks.step(given)[0]
+        for name, beta in (("a", 0.5), ("b", 0.9)):
+            m[name] = beta * m[name] + (1 - beta) * torch.stack([own[name] for own in given]).mean(0)
+            torch.testing.assert_close(answer[name], m[name])
+
+
+def test_shared_momentum_forgets_nothing_for_an_answer_that_is_not_finite():
+    ranks = gl.Simulation(gl.SharedMomentum(gl.Mean()), world=2)
+    ranks.step([{"a": torch.ones(4)}] * 2)
+    ranks.step([{"a": torch.full((4,), torch.inf)}, {"a": torch.ones(4)}])
+    answer = ranks.step([{"a": torch.zeros(4)}] * 2)[0]["a"]
+    torch.testing.assert_close(answer, torch.full((4,), 0.09))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: gl.ErrorFeedback(gl.SharedMomentum(gl.Mean())),
+            r"put it inside: SharedMomentum\(ErrorFeedback",
+        ),
+        (lambda: gl.SharedMomentum(gl.WorkerMomentum(gl.Mean())), "momentum twice"),
+        (lambda: gl.WorkerMomentum(gl.SharedMomentum(gl.Mean())), "momentum twice"),
+        (lambda: gl.SharedMomentum(gl.SharedMomentum(gl.Mean())), "momentum twice"),
+        (lambda: gl.SharedMomentum(gl.Mean(), 1.0), "beta=1.0 is not possible"),
+        (lambda: gl.SharedMomentum(gl.Mean(), {"*": -1}), "beta=-1 is not possible"),
+        (lambda: gl.SharedMomentum(gl.Mean(), {1: 0.5}), "beta has the key 1"),
+        (lambda: gl.SharedMomentum(gl.Sign()), "SharedMomentum wraps a strategy, got Sign"),
+    ],
+)
+def test_shared_momentum_refuses(make, words):
+    with pytest.raises(gl.GradlaneError, match=words):
+        make()
+
+
+def test_a_parameter_without_a_beta_is_named():
+    ranks = gl.Simulation(gl.SharedMomentum(gl.Mean(), {"a": 0.5}), world=2)
+    with pytest.raises(gl.InvalidValue, match="matches 'b'; add"):
+        ranks.step([{"b": torch.ones(2)}] * 2)
+
+
 def test_after_changes_over_at_its_step():
     simulation = gl.Simulation(gl.After(2, then=gl.Noop()), world=2)
     gradients = [{"a": torch.tensor([1.0])}, {"a": torch.tensor([3.0])}]
