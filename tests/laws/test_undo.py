@@ -7,12 +7,12 @@ import torch
 
 from gradlane.core.strategy import is_undoable, named_states
 
-from ..support.catalogue import STRATEGIES
+from ..support.catalogue import EVERY
 from ..support.grids import grid
 from .test_laws import SHAPES, everyone, gradients, simulation
 
 STAYS = ("spent",)  # what was sent cannot be taken back; test_private.py has the law of it
-TOLERANT = tuple(name for name in STRATEGIES if "Combined" in repr(STRATEGIES[name]()))
+TOLERANT = tuple(name for name in EVERY if "Combined" in repr(EVERY[name]()))
 """They leave out ranks that are not finite, and go on."""
 HIDE = ("function", "vote", "route", "raw gathered median", "median sharded", "random-k")
 """A maximum, a sign, a median, a choice that did not fall on it: the answer is finite all the same."""
@@ -46,7 +46,7 @@ def substance(state, without=STAYS):
 
 @everyone
 def test_every_state_can_be_undone(name):
-    leaves = list(named_states(STRATEGIES[name]()))
+    leaves = list(named_states(EVERY[name]()))
     assert all(is_undoable(leaf.state) for leaf in leaves), leaves
 
 

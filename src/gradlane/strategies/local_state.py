@@ -22,6 +22,7 @@ class LocalState:
     """
 
     shared = False
+    undoable = False
 
     def __init__(self) -> None:
         self.collect: Callable[[], State] = _nothing
@@ -34,6 +35,11 @@ class LocalState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.refuse(state)
         self.loaded = state
+
+    def keep(self) -> None:
+        """A round does not write to it."""
+
+    undo = keep
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> State:
         state = dict(saved[rank % len(saved)])
