@@ -16,7 +16,7 @@ from ..support.catalogue import STRATEGIES
 from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
 INSIDE = [name for name, make in STRATEGIES.items() if make().takes == "gradients"]
-OFTEN = INSIDE[::3]  # strategies of the quick suite
+OFTEN = INSIDE[::6]  # strategies of the quick suite
 worlds = pytest.mark.parametrize(
     ("world", "names"),
     [(3, OFTEN), *(pytest.param(world, INSIDE, marks=pytest.mark.slow) for world in (2, 3, 4))],
