@@ -355,6 +355,33 @@ def test_metrics_count_local_steps_and_rounds():
         assert figures["local/cosine"] != 0
 
 
+def frozen(rank, folder, resume):
+    """Adam's second moment is frozen at the end of the warm-up, before the ranks part."""
+    model = build(Small)
+    optimizer = adam(model.parameters())
+    local = gl.local_steps(model, optimizer, "ErrorFeedback(Sharded(Int4(block=32)))", every=3, warmup=4)
+    if resume:
+        local.load(folder)
+    for step in range(local.local_steps, 12):
+        if step == 4:
+            gl.freeze_moments(optimizer)
+        train(model, optimizer, rank, [step])
+        if step == 5 and not resume:
+            local.save(folder)
+    own, group = weights(model), optimizer.param_groups[0]
+    local.close()
+    return own, group["frozen_moments"], group["betas"]
+
+
+def test_frozen_moments_go_on_in_new_processes(tmp_path):
+    through = run_ranks(frozen, 3, str(tmp_path), False)
+    resumed = run_ranks(frozen, 3, str(tmp_path), True)
+    for one, other in zip(through, resumed, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1:] == other[1:]
+    assert not torch.equal(through[0][0], through[1][0])
+
+
 def another_world(rank, folder, save):
     model = build(Small)
     optimizer = sgd(model.parameters())

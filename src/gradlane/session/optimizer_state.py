@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -46,6 +47,9 @@ def _plain(value: object) -> object:
         return {"tensor": value.item()}
     if isinstance(value, tuple):
         return {"tuple": list(map(_plain, value))}
+    if isinstance(value, list | dict):  # freeze_moments writes one
+        with contextlib.suppress(TypeError, ValueError):
+            return {"json": json.loads(json.dumps(value))}
     return value if value is None or isinstance(value, bool | int | float | str) else {}
 
 
@@ -70,6 +74,8 @@ def load_optimizer(
 def _set_option(group: dict[str, Any], key: str, value: object) -> None:
     if not isinstance(value, dict):
         group[key] = value
+    elif "json" in value:
+        group[key] = value["json"]
     elif "tuple" in value:
         group[key] = tuple(value["tuple"])
     elif "tensor" in value and isinstance(group.get(key), Tensor):
