@@ -7,7 +7,12 @@ from pathlib import Path
 
 NAME = "demo"
 HELP = "train a small model on local processes, with and without gradlane; writes a page"
-ARMS = ("Mean()", "Cast(Mean(), bfloat16)", "Sharded(Int8())", "ErrorFeedback(Sharded(Int4()))")
+ARMS = (
+    "Cast(Mean(), bfloat16)",
+    "Sharded(Int8())",
+    "ErrorFeedback(Sharded(Int4()))",
+    "LocalSteps(ErrorFeedback(Sharded(Int4())), every=10)",
+)
 LINK = "100mbit"
 
 
@@ -18,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arm",
         action="append",
         metavar="STRATEGY",
-        help="a strategy to compare, as text; repeat for more (default: Mean, bf16, int8, int4)",
+        help="a strategy to compare, as text; repeat for more (default: bf16, int8, int4, local steps)",
     )
     parser.add_argument(
         "--out",
