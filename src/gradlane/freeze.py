@@ -75,6 +75,11 @@ def freeze_moments(
             f"got a {type(attachment).__name__} as attachment; pass what attach or attach_without_ddp "
             "returned"
         )
+    if attachment.gives != "gradients":
+        raise WrongType(
+            "local steps send no gradients, so no momentum can travel in their place; freeze the second "
+            "moment alone, at the end of their warm-up: freeze_moments(optimizer)"
+        )
     _freeze_later(optimizer, attachment, after, then, refresh)
 
 

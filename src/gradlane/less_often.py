@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .core.strategy import Strategy
 from .ddp import attach
 from .errors import InvalidValue, WrongState, WrongType
+from .feed.own_buckets import DEFAULT_BUCKET_MB
 from .feed.sharded_models import refuse_sharded
 from .feed.step_counter import checked_optimizer
 from .session.base import Session
-from .session.local_training import DEFAULT_BUCKET_MB, LocalTraining, local_training_of
+from .session.local_training import LocalTraining, local_training_of
 from .session.own_loop import own_loop_of
 from .settings import ScaledOptions, Settings
 from .strategies.as_strategy import as_strategy

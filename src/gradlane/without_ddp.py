@@ -9,7 +9,8 @@ from torch import nn
 
 from .core.strategy import Strategy
 from .errors import WrongState
-from .session.own_loop import DEFAULT_BUCKET_MB, OwnLoop, own_loop_of
+from .feed.own_buckets import DEFAULT_BUCKET_MB
+from .session.own_loop import OwnLoop, own_loop_of
 from .settings import ScaledOptions, Settings
 
 if TYPE_CHECKING:

@@ -204,11 +204,13 @@ def wrong_calls(rank):
     attempt(lambda: gl.reduce_gradients(model, "LocalSteps(Mean())"))
     with gl.local_steps(model, optimizer, "Mean()", every=2) as local:
         attempt(lambda: gl.local_steps(model, optimizer, "Mean()", every=8))
+        attempt(lambda: gl.freeze_moments(optimizer, local, after=2))
         with local.agreed():
             attempt(optimizer.step)
             attempt(local.finish)
         train(model, optimizer, rank, range(3))
     attempt(local.finish)
+    attempt(lambda: gl.local_steps(model, optimizer, "Mean()", every=2, bucket_mb="25"))
     return messages
 
 
@@ -216,7 +218,8 @@ def test_calls_that_make_no_sense_say_what_does():
     expected = [
         "needs every=", "every=0", "no multiple of fragments=3", "delay=2 is too long", "Noop", "torch.optim",
         "no parameter of this model", "has its options in itself", "local_steps(model, optimizer, strategy)",
-        "has local steps already", "inside of agreed()", "finish inside of agreed()", "closed",
+        "has local steps already", "local steps send no gradients", "inside of agreed()",
+        "finish inside of agreed()", "closed", "bucket_mb='25'",
     ]  # fmt: skip
     for messages in run_ranks(wrong_calls, 2):
         assert len(messages) == len(expected), messages

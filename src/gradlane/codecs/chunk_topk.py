@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,15 +14,16 @@ from ..core.collectives import Payload
 from ..core.message import PayloadLayout
 from ..core.numbers import is_bounded, is_number
 from ..errors import InvalidValue
-from .base import PIECE, Codec, keep_finite
+from .base import PIECE, keep_finite
 from .packing import pack, pack_places, unpack, unpack_places
+from .scattered import ScatteredCodec
 from .selection import CHUNK, largest_of_rows
 
 VALUES = {"int2": torch.uint8, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class ChunkTopK(Codec):
+class ChunkTopK(ScatteredCodec):
     """The ``ratio`` largest magnitudes of each chunk of 4096 elements, as in SparseLoCo (Sarfi et al., 2025).
 
     A chunk of m elements sends exactly ceil(ratio * m) of them, of equal magnitudes the first; the last chunk
@@ -119,19 +119,6 @@ class ChunkTopK(Codec):
         codes, levels = unpack(payload[0], 2)[:slots], payload[2].to(torch.float32) * factor
         magnitudes = torch.where((codes & 1) > 0, levels[chunks, 0], levels[chunks, 1])
         return positions, torch.where(codes < 0, -magnitudes, magnitudes)
-
-    def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
-        self._scatter(payload, out.zero_(), 1.0)
-
-    def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
-        self._scatter(payload, into, 1.0)
-
-    def _decode_sum(
-        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
-    ) -> None:
-        out.zero_()
-        for payload in payloads:
-            self._scatter(payload, out, factor)
 
     def _scatter(self, payload: Payload, into: Tensor, factor: float) -> None:
         positions, values = self._decoded(payload, into.numel(), factor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +15,8 @@ from ..core.numbers import is_bounded
 from ..errors import InvalidValue
 from ..kernels.counter import draw, keys_of
 from ..kernels.native import native_for
-from .base import Codec, keep_finite
+from .base import keep_finite
+from .scattered import ScatteredCodec
 from .selection import SPAN, PlainSearch, Search, scatter_selected
 
 EXACT_BELOW = 4096
@@ -29,7 +29,7 @@ VALUES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(ScatteredCodec):
     """About the ``ratio`` largest magnitudes (Aji and Heafield, 2017; sampled as in Lin et al., 2018).
 
     There are ceil(ratio * numel) slots. An element is taken if its magnitude reaches a threshold, which is a
@@ -98,19 +98,6 @@ class TopK(Codec):
             search.topk_select(
                 flat, None, residual_out, search.topk_exact(flat, None, slots), start, *payload
             )
-
-    def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
-        self._add_decoded(payload, out.zero_(), seed)
-
-    def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
-        self._scatter(payload, into, 1.0)
-
-    def _decode_sum(
-        self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
-    ) -> None:
-        out.zero_()
-        for payload in payloads:
-            self._scatter(payload, out, factor)
 
     def _scatter(self, payload: Payload, into: Tensor, factor: float) -> None:
         values, indices, counts = payload

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..core.numbers import is_number
+from ..errors import InvalidValue
 from ..torch_internals import assign_buckets, copy_each
 from .layout import layout_of
+
+DEFAULT_BUCKET_MB = 25.0  # DDP's
+
+
+def checked_bucket_mb(bucket_mb: object) -> float:
+    if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
+        raise InvalidValue(
+            f"bucket_mb={bucket_mb!r} is not possible; use a finite number above 0, such as 25"
+        )
+    return float(bucket_mb)
+
+
+def bytes_of(bucket_mb: float) -> int:
+    return max(1, int(bucket_mb * 2**20))
 
 
 class OwnBucket:

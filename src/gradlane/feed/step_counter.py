@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..errors import WrongState, WrongType
-from ..torch_internals import current_backward
+from ..errors import InvalidValue, WrongState, WrongType
+from ..torch_internals import current_backward, steps_in_backward
 from .loss_scale import Scaler
 
 
@@ -106,3 +107,16 @@ def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
         f"local_steps counts the steps of a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the "
         "optimizer itself"
     )
+
+
+def refuse_uncounted(optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor]) -> None:
+    """Refuse an optimizer of another model, and one whose steps nobody can count."""
+    theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in theirs for parameter in trained.values()):
+        raise InvalidValue("the optimizer has no parameter of this model; pass the one that trains it")
+    for name, parameter in trained.items():
+        if steps_in_backward(parameter):
+            raise WrongState(
+                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward); with local "
+                "steps call optimizer.step() after backward"
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -16,32 +15,31 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoint.subject import Parameter
-from ..checkpoint.tree import entries_of, tree_of
 from ..core.events import wire_bytes
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState
 from ..feed.drift import hashed
 from ..feed.loss_scale import Scaler, checked_scaler
 from ..feed.optimizer_hooks import OptimizerHooks
+from ..feed.own_buckets import DEFAULT_BUCKET_MB, bytes_of, checked_bucket_mb
 from ..feed.own_model_checks import checked_group, one_device, trained_of
 from ..feed.rounds import ALL, Call, Completed, Round
 from ..feed.step import State
-from ..feed.step_counter import StepCounter
+from ..feed.step_counter import StepCounter, refuse_uncounted
 from ..feed.weight_buckets import WeightBucket, fragments_of
 from ..lane.open import Opened
 from ..log import log
 from ..settings import Settings
 from ..strategies.as_strategy import as_strategy
 from ..strategies.local_steps import LocalSteps
-from ..torch_internals import steps_in_backward, uncompiled
+from ..torch_internals import uncompiled
 from .base import Session, weakly
 from .gradient_exchange import GradientExchange
 from .local_figures import local_figures
 from .local_position import Position
 from .local_weights import LocalWeights, anchor_of
-from .optimizer_state import drop_broken_state, load_optimizer, optimizer_state, refuse_misfit
-
-DEFAULT_BUCKET_MB = 25.0
+from .optimizer_state import drop_broken_state
+from .rank_state import RankState, cloned
 
 
 class LocalTraining(Session):
@@ -72,7 +70,8 @@ class LocalTraining(Session):
         ddp = model if isinstance(model, DistributedDataParallel) else None
         module = model if ddp is None else ddp.module
         trained = trained_of(module)
-        _refuse(optimizer, trained, bucket_mb)
+        bucket_mb = checked_bucket_mb(bucket_mb)
+        refuse_uncounted(optimizer, trained)
         checked: Any = checked_group(group) if ddp is None else ddp.process_group
         self.local_steps = 0
         """How many steps the optimizer has taken."""
@@ -81,18 +80,19 @@ class LocalTraining(Session):
         self._weights = LocalWeights(module, trained, strategy.anchor, strategy.agreed_buffers)
         self._device = one_device(trained)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in trained.values())
-        self._fragments = fragments_of(trained, strategy.fragments, max(1, int(bucket_mb * 2**20)))
+        self._fragments = fragments_of(trained, strategy.fragments, bytes_of(bucket_mb))
         self._round: Round | Completed | None = None  # not yet applied
         self._apply_at = 0
         self._compared = False  # the anchor, over all ranks
         strategy.anchor.load_state_dict(anchor_of(trained))
         super().__init__(
             model, module, checked, self._device, strategy, settings, doing="local_steps",
-            must_agree={"bucket_mb": float(bucket_mb), "inside": inside},
+            must_agree={"bucket_mb": bucket_mb, "inside": inside},
         )  # fmt: skip
         local, own = strategy.local, weakref.ref(self)  # the strategy must not keep this object
-        local.collect = lambda: {} if (session := own()) is None else session._rank_state()
-        local.refuse = lambda state: None if (session := own()) is None else session._refuse_state(state)
+        self._rank_state = rank_state = RankState(self._weights, optimizer)
+        local.collect = lambda: {} if (me := own()) is None else rank_state.collect(me._position())
+        local.refuse = rank_state.refuse
         self._counter = StepCounter(
             optimizer, settings.scaler,
             before_step=weakly(self._before_step, default=None),
@@ -278,38 +278,18 @@ class LocalTraining(Session):
     def state_dict(self) -> dict[str, Any]:
         self._complete_round()
         found = super().state_dict()
-        cloned = (
-            (path, value.clone() if isinstance(value, Tensor) else value)
-            for path, value in entries_of(found["state"])
-        )
-        return found | {
-            "layout": [],
-            "state": tree_of(cloned),
-        }  # training goes on with the originals
+        return found | {"layout": [], "state": cloned(found["state"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._complete_round()
         super().load_state_dict(state)
         self._take_loaded()
 
-    def _rank_state(self) -> dict[str, Any]:
-        optimizer, pending = self._optimizer(), self._round
-        if optimizer is None:
-            return {}
+    def _position(self) -> Position:
+        pending = self._round
         skipped = isinstance(pending, Completed) and pending.outcome is State.SKIPPED
         fragment = None if pending is None else pending.fragment
-        parameters = self._weights.parameters()
-        return {
-            "position": str(Position(self.local_steps, self._compared, self._apply_at, fragment, skipped)),
-            "weights": {name: parameter.detach() for name, parameter in parameters.items()},
-            "buffers": self._weights.buffers(),
-            "optimizer": optimizer_state(optimizer, parameters),
-        }
-
-    def _refuse_state(self, state: Mapping[str, Any]) -> None:
-        if state and (optimizer := self._optimizer()) is not None:
-            Position.read(state["position"])
-            refuse_misfit(state, self._weights.parameters(), optimizer)
+        return Position(self.local_steps, self._compared, self._apply_at, fragment, skipped)
 
     def _take_loaded(self) -> None:
         """All ranks have read and checked their states."""
@@ -319,14 +299,8 @@ class LocalTraining(Session):
         position = Position.read(state["position"])
         self.local_steps, self._apply_at = position.steps, position.apply_at
         self._compared = position.compared
-        if "weights" in state:
-            self._weights.load(state["weights"], state.get("buffers", {}))
-            self._round = position.completed()
-        else:
-            self._weights.show_agreed()
-            self._round = None
-        if (optimizer := self._optimizer()) is not None:
-            load_optimizer(optimizer, self._weights.parameters(), state["optimizer"])
+        self._round = position.completed() if "weights" in state else None
+        self._rank_state.load(state)
         if self.local_steps >= self.strategy.warmup:
             self._gradients.stop()
 
@@ -342,19 +316,3 @@ def local_training_of(model: nn.Module) -> LocalTraining | None:
     """The open local training of a model."""
     found = _open.get(uncompiled(model))
     return found if found is not None and found.is_open else None
-
-
-def _refuse(optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], bucket_mb: float) -> None:
-    if not 0 < bucket_mb < math.inf:
-        raise InvalidValue(
-            f"bucket_mb={bucket_mb!r} is not possible; use a finite number above 0, such as 25"
-        )
-    theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in theirs for parameter in trained.values()):
-        raise InvalidValue("the optimizer has no parameter of this model; pass the one that trains it")
-    for name, parameter in trained.items():
-        if steps_in_backward(parameter):
-            raise WrongState(
-                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward); with local "
-                "steps call optimizer.step() after backward"
-            )

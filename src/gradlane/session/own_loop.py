@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from ..core.numbers import is_number
 from ..core.strategy import Strategy
-from ..errors import InvalidValue, WrongState
-from ..feed.own_buckets import own_buckets
+from ..errors import WrongState
+from ..feed.own_buckets import DEFAULT_BUCKET_MB, bytes_of, checked_bucket_mb, own_buckets
 from ..feed.own_loop import OwnLoopFeed
 from ..feed.own_model_checks import (
     Parameters,
@@ -29,8 +27,6 @@ from ..strategies.as_strategy import as_strategy
 from ..strategies.text import describe
 from ..torch_internals import uncompiled
 from .base import Session
-
-DEFAULT_BUCKET_MB = 25.0  # DDP's
 
 _open: list[OwnLoop] = []  # one for each model, until it is closed: its memory must outlive the call
 
@@ -55,14 +51,10 @@ class OwnLoop(Session):
             raise WrongState(
                 "this model has an attachment already; use its swap(strategy), or close() it first"
             )
-        if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
-            raise InvalidValue(
-                f"bucket_mb={bucket_mb!r} is not possible; use a finite number above 0, such as 25"
-            )
+        self.bucket_mb = checked_bucket_mb(bucket_mb)
         checked: Any = checked_group(group)
         trained = trained_of(model)
         sparse = sparse_names(model, trained)
-        self.bucket_mb = float(bucket_mb)
         self._group = weakref.ref(checked)
         self._ids = {name: id(parameter) for name, parameter in model.named_parameters()}
         self._trained = list(trained)
@@ -71,7 +63,7 @@ class OwnLoop(Session):
             model, model, checked, one_device(trained), as_strategy(strategy), settings,
             doing="reduce_gradients", must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
         )  # fmt: skip
-        limit = max(1, int(self.bucket_mb * 2**20))
+        limit = bytes_of(self.bucket_mb)
         flags = [name in sparse for name in trained]
         self._buckets = own_buckets(self._trained, list(trained.values()), flags, limit)
         _open.append(self)
