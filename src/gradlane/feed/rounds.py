@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..core.bucket import Bucket, Layout, Slot
+from ..core.bucket import Bucket, Layout
 from ..core.collectives import all_reduce
 from ..core.memory import Memory
 from ..core.strategy import Reduced, Strategy
-from ..errors import RanksDisagree
-from ..lane.watchdog import ROLL_CALL
 from .drift import minority
 from .layout import layout_of
+from .roll_call import RollCall, call_roll, submit_aside
 from .step import State, Step
 from .weight_buckets import Parameters, WeightBucket
 
@@ -56,19 +55,6 @@ class Call:
 
 
 @dataclass
-class _RollCall(Strategy):
-    """All ranks see what each of them says, and raise the same error if that differs."""
-
-    call: Call
-
-    async def reduce(self, bucket: Bucket) -> Reduced:
-        table = await all_reduce(bucket.flat, op="sum", exact=True)
-        if not table.is_meta and (objection := self.call.objection(table.view(bucket.world, -1).tolist())):
-            raise RanksDisagree(f"round {bucket.step}: {objection}")
-        return Reduced(table)
-
-
-@dataclass
 class _BufferMean(Strategy):
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat, exact=True))
@@ -89,9 +75,8 @@ class Round:
         self._step = step
         self._strategy = strategy
         step.begin(strategy)
-        table = torch.zeros(step.world, 3, dtype=torch.int64)
-        table[step.rank] = torch.tensor([call.local_steps, call.fragment, call.anchor])
-        self._submit(_RollCall(call), table.view(-1).to(device), "what each rank says")
+        own = call.local_steps, call.fragment, call.anchor
+        call_roll(step, RollCall("round", call.objection), own, device)
         self._buffers: list[tuple[list[str], Layout, Future[Tensor]]] = []
 
     @torch.no_grad()
@@ -101,7 +86,7 @@ class Round:
             names = [name for name, buffer in buffers.items() if _wide(buffer) == dtype]
             chosen = [buffers[name] for name in names]
             flat = torch.cat([buffer.detach().reshape(-1).to(dtype) for buffer in chosen])
-            answer = self._submit(_BufferMean(), flat, "buffers")
+            answer = submit_aside(self._step, _BufferMean(), flat, "buffers")
             self._buffers.append((names, layout_of(names, chosen), answer))
 
     @torch.no_grad()
@@ -120,14 +105,6 @@ class Round:
                     agreed_buffers.put(slot.name, mean.clone())  # while it can still be undone
         error = self._step.end(computed_at=waits_from)
         return error or Completed(self.fragment, self._step.state)
-
-    def _submit(self, strategy: Strategy, flat: Tensor, what: str) -> Future[Tensor]:
-        step = self._step
-        bucket = Bucket(
-            flat=flat, layout=(Slot(what, flat.shape),), step=step.number, rank=step.rank, world=step.world,
-            index=ROLL_CALL, is_last=False,
-        )  # fmt: skip
-        return step.lane.submit(strategy, bucket)
 
 
 def _wide(buffer: Tensor) -> torch.dtype:
