@@ -1,31 +1,34 @@
-"""The lanes of bare hooks: one for each process group and strategy, opened when the first bucket comes."""
+"""The lanes of hooks and averagers: one for each process group and strategy, opened by the first use."""
 
 import atexit
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._version import __version__
+from ..agree.board import Board, Document
 from ..agree.limits import limit_of_group
 from ..core.strategy import Strategy
-from ..errors import WrongType
 from ..feed.ddp import DdpFeed, NameOf
 from ..feed.step import Step
 from ..lane.open import open_lane
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
 from ..telemetry.sink import Observer
+from .groups import checked_group, is_alive
 
 
-class _Open(NamedTuple):
+class OpenFeed(NamedTuple):
     """An open feed. It keeps neither alive: a group may be destroyed, and a state dropped."""
 
     group: "weakref.ref[Any]"
     strategy: "weakref.ref[Strategy]"
     feed: DdpFeed
+    board: Board
     ends: "list[weakref.finalize[..., Any]]"
     """Finalizers that end the lane when one of the two is collected."""
 
@@ -38,7 +41,7 @@ class _Open(NamedTuple):
             end.detach()
 
 
-_open: dict[tuple[int, int], _Open] = {}
+_open: dict[tuple[int, int], OpenFeed] = {}
 
 
 def name_by_position(index: int, position: int, parameter: Tensor) -> str:
@@ -57,33 +60,52 @@ def feed_of(
 ) -> DdpFeed:
     """The feed of this group and this very strategy. All ranks must have opened it with the same strategy
     and ``parameters``."""
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise WrongType(f"the state of this hook is a process group or None, got {type(group).__name__}")
-    known = _open.get((id(group), id(strategy)))
+    opened = open_feed(
+        checked_group(group, "the state of this hook"),
+        bucket.buffer().device,
+        strategy,
+        {"hook": describe(strategy)},
+        name_of=name_of,
+        parameters=parameters,
+        observers=observers,
+    )
+    return opened.feed
+
+
+def open_feed(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    strategy: Strategy,
+    must_agree: Document,
+    *,
+    name_of: NameOf = name_by_position,
+    parameters: Sequence[str] = (),
+    observers: Sequence[Observer] = (),
+    doing: str = "first use of a gradlane.compat hook",
+) -> OpenFeed:
+    """The same for any user of a lane. ``must_agree`` is compared over all ranks when it opens."""
+    key = id(group), id(strategy)
+    known = _open.get(key)
     if known is not None and known.group() is group and known.strategy() is strategy:
-        return known.feed
+        return known
     _close_forgotten()
     ledger = Ledger(observers)
-    device = bucket.buffer().device
     opened = open_lane(
         group,
         device,
         ledger,
-        {"version": __version__, "hook": describe(strategy)},
+        {"version": __version__, **must_agree},
         parameters=list(parameters),
         limit=limit_of_group(group, device),  # that of torch's own hooks
-        doing="first use of a gradlane.compat hook",
+        doing=doing,
     )
     step = Step(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes)
-    feed = DdpFeed(step, name_of=name_of)
-    key = id(group), id(strategy)
     ends = [weakref.finalize(whose, _drop, key) for whose in (group, strategy)]
     for end in ends:
         end.atexit = False  # ``close_all`` runs then
-    _open[key] = _Open(weakref.ref(group), weakref.ref(strategy), feed, ends)
-    return feed
+    feed = DdpFeed(step, name_of=name_of)
+    _open[key] = OpenFeed(weakref.ref(group), weakref.ref(strategy), feed, opened.board, ends)
+    return _open[key]
 
 
 def _drop(key: tuple[int, int]) -> None:
@@ -96,23 +118,13 @@ def _drop(key: tuple[int, int]) -> None:
 def _close_forgotten() -> None:
     """Close lanes whose process group was destroyed, though something still refers to it."""
     for key, known in list(_open.items()):
-        if not _alive(known.group()):
+        if not is_alive(known.group()):
             known.close()
             _open.pop(key, None)
 
 
-def _alive(group: Any) -> bool:
-    if group is None:  # collected; torch would take None for the default group
-        return False
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return False
-    return dist.is_initialized()
-
-
 def close_all() -> None:
-    """Close the lanes of all hooks; ``gradlane.shutdown`` calls it."""
+    """Close the lanes of all hooks and averagers; ``gradlane.shutdown`` calls it."""
     for known in list(_open.values()):
         known.close()
     _open.clear()
