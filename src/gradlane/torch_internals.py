@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,24 @@ def steps_in_backward(parameter: Tensor) -> bool:
     ``Parameter._in_backward_optimizers``, since 2.0.
     """
     return hasattr(parameter, "_in_backward_optimizers")
+
+
+OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
+
+
+def always_called_by_scaler(optimizer: OptimizerClass) -> OptimizerClass:
+    """A class decorator: ``GradScaler.step`` calls ``step`` of such an optimizer also after an overflow.
+
+    While it does, the optimizer has ``found_inf``, whether there was one, and ``grad_scale``, by which it has
+    to divide its gradients, or None. ``Optimizer._step_supports_amp_scaling``, since 2.0.
+    """
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def is_always_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it was made like this: torch's fused optimizers are. Since 2.0."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def load_compiler() -> None:
