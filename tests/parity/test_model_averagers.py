@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import gradlane as gl
 from gradlane import compat
-from gradlane.lane.base import open_lanes
+from gradlane.lane.base import join_ending_threads, open_lanes
 from gradlane.local import run_ranks
 
 from ..support.post_local import Theirs, gathered, periodic
@@ -85,9 +85,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.com
 def weights_of(rank):
     generator = torch.Generator().manual_seed(rank)
     shapes = [(3, 5), (), (7,), (2, 3, 4, 5), (0, 3)]
-    drawn = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes for _ in DTYPES
-    ]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes for _ in DTYPES]
     found = [torch.nn.Parameter(w.to(DTYPES[i % len(DTYPES)])) for i, w in enumerate(drawn)]
     found[15] = torch.nn.Parameter(found[15].detach().to(memory_format=torch.channels_last))
     found[16].requires_grad = False
@@ -285,6 +283,7 @@ def lanes(rank):
     assert again.step == 2
     del averager
     gc.collect()
+    join_ending_threads()  # a dropped lane ends by itself
     group = dist.new_group()
     other = periodic(warmup_steps=0, process_group=group)
     other.average_parameters([weight])

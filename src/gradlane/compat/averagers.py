@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ..core.numbers import is_whole
 from ..errors import InvalidValue, WrongType
 from ..log import log
-from .groups import block_group, is_outside
+from .groups import block_group, is_alive, is_outside
 from .model_averager import ModelAverager, checked_count
 
 
@@ -79,14 +79,12 @@ class HierarchicalModelAverager(ModelAverager):
     def _group_now(self, device: torch.device) -> dist.ProcessGroup:
         period = self._period_now()
         assert period is not None
-        if period not in self._groups:
-            self._feed(
-                self.process_group, device
-            )  # compares the options of all ranks before it makes a group
+        if not is_alive(self._groups.get(period)):
+            self._feed(self.process_group, device)  # before a group is made: this compares the options
         return self._group_of(period, device)
 
     def _group_of(self, period: int, device: torch.device) -> dist.ProcessGroup:
-        if period not in self._groups:
+        if not is_alive(self._groups.get(period)):
             self._groups[period] = block_group(self.process_group, self._sizes[period], device)
         return self._groups[period]
 
