@@ -39,8 +39,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> tor
 
     Average the weights too, from the end of the warm-up on: by ``PostLocalSGDOptimizer``, or by an averager
     after ``optimizer.step()``. Its ``warmup_steps`` is ``start_localSGD_iter`` of the state. DDP goes on
-    broadcasting rank 0's buffers in each forward; ``DistributedDataParallel(..., broadcast_buffers=False)``
-    keeps each rank's own.
+    sending rank 0's buffers in each forward, unless it is made with ``forward_sync_buffers=False`` (in older
+    versions of torch ``broadcast_buffers=False``).
     """
     return _PLAIN.reduce(state, bucket)
 
