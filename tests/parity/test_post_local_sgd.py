@@ -249,6 +249,20 @@ def test_states_are_pickled_without_their_groups():
         state.load_state_dict({"iter": -1})
 
 
+def one_rank_loads(rank):
+    """Rank 1 would average one step before rank 0, which would wait for it in DDP."""
+    run = Run(compat, periodic(warmup_steps=3), start=3)
+    if rank:
+        run.optimizer.load_state_dict({**run.optimizer.state_dict(), "step": 1})
+    with pytest.raises(gl.RanksDisagree, match="the ranks differ in step: rank 0 has 0, rank 1 has 1"):
+        run.steps(rank, range(1))
+    return True
+
+
+def test_a_checkpoint_that_one_rank_has_not_loaded_is_found_in_the_first_step():
+    assert run_ranks(one_rank_loads, 2) == [True, True]
+
+
 # The optimizer
 
 

@@ -79,8 +79,6 @@ class HierarchicalModelAverager(ModelAverager):
     def _group_now(self, device: torch.device) -> dist.ProcessGroup:
         period = self._period_now()
         assert period is not None
-        if not is_alive(self._groups.get(period)):
-            self._feed(self.process_group, device)  # before a group is made: this compares the options
         return self._group_of(period, device)
 
     def _group_of(self, period: int, device: torch.device) -> dist.ProcessGroup:

@@ -36,7 +36,7 @@ class ModelAverager(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
         self._step = 0
-        self._mean = Mean()  # the lanes of this averager are found by this object, and end with it
+        self._begin_anew()
         if not is_outside(process_group):
             checked_group(process_group, "process_group")
 
@@ -63,13 +63,14 @@ class ModelAverager(ABC):
 
         If it fails it raises on all ranks, no weight has changed and the step does not count, so that the
         next call averages. Ranks that are at different steps, or have other parameters, raise
-        ``RanksDisagree``.
+        ``RanksDisagree``: steps are compared by the first call, and by each that averages.
 
         Args:
             params: parameters, or the parameter groups of an optimizer.
         """
-        if self._due() and not is_outside(self._group):
-            self._average(params)
+        due = self._due()
+        if (due or not self._compared) and not is_outside(self._group):
+            self._meet(params, due)
         self._step += 1
 
     @abstractmethod
@@ -84,15 +85,26 @@ class ModelAverager(ABC):
     def _options(self) -> str:
         """What must be the same on all ranks."""
 
-    def _average(self, params: Parameters) -> None:
+    def _begin_anew(self) -> None:
+        """The next call compares options and step over all ranks, even if nothing is due. A rank that loaded
+        another step would come to its averaging alone, and the others would wait for it in DDP."""
+        self._compared = False
+        self._mean = Mean()  # the lanes of this averager are found by this object, and end with it
+
+    def _meet(self, params: Parameters, due: bool) -> None:
         weights, error = _found(params)
         device = weights[0].device if weights else torch.device("cpu")
-        feed = self._feed(self._group_now(device), device)
-        average_weights(feed.step, self._mean, weights, self._step, device, error)
+        if not self._compared:
+            self._feed(self.process_group, device)
+            self._compared = True
+        if due:
+            step = self._feed(self._group_now(device), device).step
+            average_weights(step, self._mean, weights, self._step, device, error)
 
     def _feed(self, group: dist.ProcessGroup, device: torch.device) -> DdpFeed:
-        doing = "first averaging of a gradlane.compat averager"
-        return open_feed(group, device, self._mean, {"averager": self._options()}, doing=doing).feed
+        must_agree = {"averager": self._options(), "step": self._step}
+        doing = "first step of a gradlane.compat averager"
+        return open_feed(group, device, self._mean, must_agree, doing=doing).feed
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
@@ -101,7 +113,7 @@ class ModelAverager(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._mean = Mean()
+        self._begin_anew()
 
 
 def _found(params: object) -> tuple[list[Tensor], Exception | None]:
