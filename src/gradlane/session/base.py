@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 Self = TypeVar("Self", bound="Session")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Session(ABC):
@@ -306,10 +307,14 @@ def _on_begin(session: weakref.ref[Session]) -> Callable[[bool], Exception | Non
     return lambda joined: None if (found := session()) is None else found._step_begins(joined)
 
 
-def weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
+def weakly(method: Callable[P, T], default: T) -> Callable[P, T]:
     """Calls a method of an object without keeping the object; ``default`` when it is collected."""
     found = weakref.WeakMethod(method)
-    return lambda: default if (bound := found()) is None else bound()
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return default if (bound := found()) is None else bound(*args, **kwargs)
+
+    return call
 
 
 def _model_collected(session: weakref.ref[Session], lane: Lane) -> None:

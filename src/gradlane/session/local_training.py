@@ -18,6 +18,7 @@ from ..checkpoint.subject import Parameter
 from ..core.events import wire_bytes
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState
+from ..feed.adam_moments import check_adam
 from ..feed.drift import hashed
 from ..feed.loss_scale import Scaler, checked_scaler
 from ..feed.optimizer_hooks import OptimizerHooks
@@ -27,6 +28,7 @@ from ..feed.rounds import ALL, Call, Completed, Round
 from ..feed.step import State
 from ..feed.step_counter import StepCounter, refuse_uncounted
 from ..feed.weight_buckets import WeightBucket, fragments_of
+from ..lane.one_rank import OneRank
 from ..lane.open import Opened
 from ..log import log
 from ..settings import Settings
@@ -34,6 +36,7 @@ from ..strategies.as_strategy import as_strategy
 from ..strategies.local_steps import LocalSteps
 from ..torch_internals import uncompiled
 from .base import Session, weakly
+from .frozen_moments import FrozenMoments, freeze_now
 from .gradient_exchange import GradientExchange
 from .local_figures import local_figures
 from .local_position import Position
@@ -60,7 +63,7 @@ class LocalTraining(Session):
         strategy: LocalSteps,
         settings: Settings,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | OneRank | None = None,
         bucket_mb: float = DEFAULT_BUCKET_MB,
         gradients: Session | None = None,
         keep_gradients: bool = False,
@@ -72,10 +75,13 @@ class LocalTraining(Session):
         trained = trained_of(module)
         bucket_mb = checked_bucket_mb(bucket_mb)
         refuse_uncounted(optimizer, trained)
+        if strategy.moments == "frozen":
+            check_adam(optimizer)
         checked: Any = checked_group(group) if ddp is None else ddp.process_group
         self.local_steps = 0
         """How many steps the optimizer has taken."""
         self._optimizer = weakref.ref(optimizer)
+        self._moments = FrozenMoments(optimizer)
         self._gradients = GradientExchange(ddp, gradients, keep_gradients)
         self._weights = LocalWeights(module, trained, strategy.anchor, strategy.agreed_buffers)
         self._device = one_device(trained)
@@ -104,17 +110,16 @@ class LocalTraining(Session):
 
     # Rounds
 
-    def _before_step(self) -> None:
+    def _before_step(self, closure: bool) -> None:
         if self._weights.showing_agreed:
             raise WrongState("optimizer.step() inside of agreed(), where the weights are not this rank's own")
-        self._gradients.reduce()
+        self._gradients.reduce(closure)
 
     def _after_step(self) -> None:
         self.local_steps += 1
         strategy, since = self.strategy, self.local_steps - self.strategy.warmup
         if since == 0:
-            self._weights.make_anchor()
-            self._gradients.stop()
+            self._end_warm_up()
         if since <= 0:
             return
         if self._round is not None and self.local_steps >= self._apply_at:
@@ -125,11 +130,19 @@ class LocalTraining(Session):
             if strategy.delay == 0:
                 self._apply()
 
+    def _end_warm_up(self) -> None:
+        self._weights.make_anchor()
+        self._gradients.stop()
+        if self.strategy.moments == "frozen" and (optimizer := self._optimizer()) is not None:
+            freeze_now(optimizer)
+            self._moments.follow()
+
     def _begin_round(self, fragment: int) -> None:
         self._must_be_open()
         strategy = self.strategy
+        self._moments.follow()
         anchor = 0 if self._compared else hashed(strategy.anchor.state_dict())
-        call = Call(self.local_steps, fragment, anchor)
+        call = Call(self.local_steps, fragment, anchor, self._moments.hash_to_compare())
         self._round = Round(self._step, strategy, call, self._device)
         if strategy.buffers == "mean":
             self._round.submit_buffers(self._weights.buffers())
@@ -142,6 +155,7 @@ class LocalTraining(Session):
             if isinstance(outcome, BaseException):
                 raise outcome
             self._round, self._compared = outcome, True
+            self._moments.compared()
 
     def _apply(self) -> None:
         """Complete the round, and take over what the ranks have agreed on."""
@@ -160,6 +174,7 @@ class LocalTraining(Session):
         """What some rank has learned is not finite: all ranks go back to the anchor."""
         self._weights.show_agreed()
         dropped = 0 if (optimizer := self._optimizer()) is None else drop_broken_state(optimizer)
+        dropped += self._moments.restore()
         log.warning("round %d: all ranks go back to the weights of the last round", self.step - 1)
         if dropped:
             log.warning("the optimizer's state of %d parameters is not finite: it is dropped", dropped)
@@ -301,6 +316,7 @@ class LocalTraining(Session):
         self._compared = position.compared
         self._round = position.completed() if "weights" in state else None
         self._rank_state.load(state)
+        self._moments.forget()
         if self.local_steps >= self.strategy.warmup:
             self._gradients.stop()
 

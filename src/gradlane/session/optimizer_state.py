@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidValue
+from ..feed.adam_moments import frozen_states
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -110,11 +111,13 @@ def refuse_misfit(state: Mapping[str, Any], parameters: Parameters, optimizer: t
 @torch.no_grad()
 def drop_broken_state(optimizer: torch.optim.Optimizer) -> int:
     """Forget what the optimizer keeps for parameters whose state is not finite: it would spoil the weights
-    again. Returns their number."""
+    again. Returns their number. ``FrozenMoments`` takes care of frozen ones, in which infinity is a mask."""
+    frozen = {parameter for parameter, _ in frozen_states(optimizer)}
     broken = [
         parameter
         for parameter, state in optimizer.state.items()
-        if not all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+        if parameter not in frozen
+        and not all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
     ]
     for parameter in broken:
         del optimizer.state[parameter]
