@@ -220,6 +220,13 @@ OF_WEIGHTS: dict[str, Callable[[], gl.Strategy]] = {
         blend=0.5,
         buffers="own",
     ),
+    "local steps, int8 first": lambda: gl.LocalSteps(
+        gl.Nesterov(gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32)))),
+        every=4,
+        warmup=2,
+        first=gl.Sharded(gl.Int8(block=32)),
+        moments="frozen",
+    ),
 }
 """Those whose buckets hold weights: ``local_steps`` takes them, and ``attach`` does not."""
 

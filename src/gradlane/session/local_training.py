@@ -86,7 +86,7 @@ class LocalTraining(Session):
         self._weights = LocalWeights(module, trained, strategy.anchor, strategy.agreed_buffers)
         self._device = one_device(trained)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in trained.values())
-        self._fragments = fragments_of(trained, strategy.fragments, bytes_of(bucket_mb))
+        self._fragments = fragments_of(trained, strategy, bytes_of(bucket_mb))
         self._round: Round | Completed | None = None  # not yet applied
         self._apply_at = 0
         self._compared = False  # the anchor, over all ranks
@@ -117,17 +117,14 @@ class LocalTraining(Session):
 
     def _after_step(self) -> None:
         self.local_steps += 1
-        strategy, since = self.strategy, self.local_steps - self.strategy.warmup
-        if since == 0:
+        if self.local_steps == self.strategy.warmup:
             self._end_warm_up()
-        if since <= 0:
-            return
         if self._round is not None and self.local_steps >= self._apply_at:
             self._apply()
-        if since % strategy.period == 0:
-            self._begin_round(since // strategy.period % strategy.fragments)
-            self._apply_at = self.local_steps + strategy.delay
-            if strategy.delay == 0:
+        if (fragment := self.strategy.due(self.local_steps)) is not None:
+            self._begin_round(fragment)
+            self._apply_at = self.local_steps + self.strategy.delay
+            if self.strategy.delay == 0:
                 self._apply()
 
     def _end_warm_up(self) -> None:

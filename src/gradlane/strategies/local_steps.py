@@ -107,6 +107,23 @@ class LocalSteps(Strategy):
         """Steps between two rounds: each takes one fragment."""
         return self.every // self.fragments
 
+    def due(self, steps: int) -> int | None:
+        """The fragment whose round begins after so many steps of the optimizer; None if no round does."""
+        since = steps - self.warmup
+        return since // self.period % self.fragments if since > 0 and since % self.period == 0 else None
+
+    def dealt(self, sizes: Mapping[str, int]) -> list[list[str]]:
+        """The parameters of each fragment. The largest are dealt out first, each to the fragment that is
+        smallest so far, so that fragments are of like size; within one, the order is the model's."""
+        members: list[list[str]] = [[] for _ in range(self.fragments)]
+        totals = [0] * self.fragments
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            smallest = totals.index(min(totals))
+            members[smallest].append(name)
+            totals[smallest] += sizes[name]
+        place = {name: number for number, name in enumerate(sizes)}
+        return [sorted(names, key=place.__getitem__) for names in members]
+
     def refuses_inside(self, part: Strategy) -> str | None:
         if isinstance(part, LocalSteps):
             return "LocalSteps inside LocalSteps: its buckets hold weights, not differences; use one of them"
