@@ -438,3 +438,34 @@ def test_a_dry_run_prices_a_local_step_a_round_and_the_warm_up(options):
         roll_call = 64 * (3 - 1)
         assert sent == [price + roll_call * (step in rounds) for step, price in enumerate(priced)]
         assert [step for step, price in enumerate(priced) if price] == [*range(warmup), *rounds]
+
+
+def another_every(rank, folder, save, strict):
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    every = 4 if save else 3
+    with gl.local_steps(model, optimizer, "ErrorFeedback(Sharded(Int4(block=32)))", every=every) as local:
+        if save:
+            train(model, optimizer, rank, range(6))
+            local.save(folder)
+            return weights(model)
+        try:
+            local.load(folder, strict=strict)
+        except gl.InvalidValue as error:
+            return str(error)
+        found = weights(model)
+        train(model, optimizer, rank, range(6, 11))
+    return found, local.local_steps, local.step, replicas_equal([weights(model)])
+
+
+def test_another_number_of_steps_between_rounds_loads_what_fits(tmp_path):
+    own = run_ranks(another_every, 3, str(tmp_path), True, True)
+    for refusal in run_ranks(another_every, 3, str(tmp_path), False, True):
+        assert "call local_steps with the same options" in refusal
+        assert "strict=False" in refusal
+    for before, (found, steps, rounds, equal) in zip(
+        own, run_ranks(another_every, 3, str(tmp_path), False, False), strict=True
+    ):
+        assert torch.equal(found, before)  # in the middle of a round
+        assert (steps, rounds) == (11, 3)  # after steps 4 and 9, and at the end
+        assert equal
