@@ -39,6 +39,11 @@ class FrozenMoments:
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         self._compared = False
 
+    def freeze(self) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            freeze_now(optimizer)
+            self.follow()
+
     def follow(self) -> None:
         """Keep a copy if the moments have been frozen since the last call."""
         if self._kept or (optimizer := self._optimizer()) is None:
