@@ -1,21 +1,26 @@
 """Whether a change made a step slower: two installed versions alternate, step by step, in one run.
 
-Each version runs two ranks in processes of its own, over loopback, with one thread per rank. A step of one
-version is followed by the same step of the other, so a slow moment of the machine hits both. The arm ``ddp``
-runs no code of gradlane: its ratio shows what chance makes of two equal versions.
+Each version runs two ranks in processes of its own, over loopback or an emulated link that both share, with
+one thread per rank. A step of one version is followed by the same step of the other, so a slow moment of the
+machine hits both. The arm ``ddp`` runs no code of gradlane: its ratio shows what chance makes of two equal
+versions.
 
-    python benchmarks/two_checkouts.py --old OLD/.venv/bin/python --new .venv/bin/python --json FILE
+    .venv/bin/python benchmarks/two_checkouts.py --old OLD/.venv/bin/python --new .venv/bin/python --json FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 ARMS = (
@@ -63,9 +68,9 @@ def rank_of_one_version(rank: int, store: str) -> None:
 
 
 class Version:
-    """The two ranks of one version."""
+    """The two ranks of one version, each on its host."""
 
-    def __init__(self, python: str, folder: str) -> None:
+    def __init__(self, python: str, folder: str, host: Callable[[int], dict]) -> None:
         command = [python, str(Path(__file__).resolve()), "--store", str(Path(folder) / "store")]
         self._ranks = [
             subprocess.Popen(
@@ -74,6 +79,7 @@ class Version:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=folder,
+                **host(rank),
             )
             for rank in range(2)
         ]
@@ -94,9 +100,30 @@ class Version:
             rank.wait(60)
 
 
-def compare(old: str, new: str, rounds: int) -> list[dict]:
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        versions = {"old": Version(old, one), "new": Version(new, two)}
+@contextlib.contextmanager
+def hosts_on(link: str | None) -> Iterator[Callable[[int], dict]]:
+    """The options of a rank's process: an emulated host, and the interface that Gloo must use there."""
+    if link is None:
+        yield lambda rank: {}
+        return
+    from gradlane.bench.emulation import INTERFACE  # the old version may have it elsewhere
+    from gradlane.bench.hosts import hosts_for
+    from gradlane.bench.link import parse_link
+
+    with hosts_for(2, parse_link(link)) as hosts:
+        if not hosts.emulated:
+            sys.exit(hosts.note)
+        settings = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}
+        yield lambda rank: {"preexec_fn": partial(hosts.prepare, rank), "env": settings}
+
+
+def compare(old: str, new: str, rounds: int, link: str | None) -> list[dict]:
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as two,
+        hosts_on(link) as host,
+    ):
+        versions = {"old": Version(old, one, host), "new": Version(new, two, host)}
         seconds = {(name, arm): [] for name in versions for arm in range(len(ARMS))}
         for number in range(WARMUP + rounds):
             for arm in range(len(ARMS)):
@@ -134,6 +161,7 @@ def main() -> None:
     parser.add_argument("--old", help="the Python of an environment with the old version")
     parser.add_argument("--new", help="the Python of an environment with the new version")
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--link", help="a link to emulate, such as 1gbit (default: loopback)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -143,7 +171,7 @@ def main() -> None:
         return
     if not options.old or not options.new:
         parser.error("give --old and --new")
-    rows = compare(options.old, options.new, options.rounds)
+    rows = compare(options.old, options.new, options.rounds, options.link)
     print(f"{'new over old, median of pairs':60s} {'wall':>7s} {'CPU':>7s} {'old ms':>8s} {'new ms':>8s}")
     for row in rows:
         print(
@@ -151,10 +179,10 @@ def main() -> None:
             f"{row['old_wall_s'] * 1e3:8.2f} {row['new_wall_s'] * 1e3:8.2f}"
         )
     if options.json:
-        command = f"two_checkouts.py --rounds {options.rounds}"
-        options.json.write_text(
-            json.dumps({"command": command, "link": "loopback", "arms": rows}, indent=1) + "\n"
-        )
+        link = f" --link {options.link}" if options.link else ""
+        command = f"two_checkouts.py --rounds {options.rounds}{link}"
+        document = {"command": command, "link": options.link or "loopback", "arms": rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

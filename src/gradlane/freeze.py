@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from .agree.compare import objection
 from .core.numbers import is_whole
-from .core.strategy import Strategy, named_states
+from .core.strategy import Strategy
 from .errors import InvalidValue, WrongType
-from .feed.adam_moments import betas_of, check_adam, freeze, unusable
-from .log import log
+from .feed.adam_moments import betas_of
 from .session.base import Session
 from .session.freezing import Freezing
+from .session.frozen_moments import freeze_now
 from .session.moments_agreement import check_optimizer
 from .strategies.as_strategy import as_strategy
+from .strategies.checks import refuse_memory_in_warm_up
 from .strategies.schedule import After
 from .strategies.shared_momentum import Beta, SharedMomentum
 
@@ -47,8 +48,8 @@ def freeze_moments(
     makes the same call. All ranks compare the arguments and the optimizer's betas, and raise if they differ.
     That the moments are frozen is part of ``optimizer.state_dict()``: save it with the attachment.
 
-    Without an attachment the second moment is frozen at once, and the optimizer keeps its momentum: for local
-    steps, where no gradient travels in between.
+    Without an attachment the second moment is frozen at once, and the optimizer keeps its momentum.
+    ``local_steps(..., moments="frozen")`` does that at the end of its warm-up.
 
     Elements that have never had a gradient stay where they are, but for AdamW's decay.
 
@@ -68,7 +69,7 @@ def freeze_moments(
                 "after=, then= and refresh= need the attachment whose gradients the optimizer uses; write "
                 "freeze_moments(optimizer, attachment, after=60), or freeze_moments(optimizer) to freeze now"
             )
-        _freeze_now(optimizer)
+        freeze_now(optimizer)
         return
     if not isinstance(attachment, Session):
         raise WrongType(
@@ -78,22 +79,9 @@ def freeze_moments(
     if attachment.gives != "gradients":
         raise WrongType(
             "local steps send no gradients, so no momentum can travel in their place; freeze the second "
-            "moment alone, at the end of their warm-up: freeze_moments(optimizer)"
+            "moment alone: local_steps(..., warmup=60, moments='frozen')"
         )
     _freeze_later(optimizer, attachment, after, then, refresh)
-
-
-def _freeze_now(optimizer: Optimizer) -> None:
-    check_adam(optimizer)
-    for p, why in unusable(optimizer):
-        raise InvalidValue(f"the second moment of a parameter of shape {list(p.shape)} {why}")
-    if masked := freeze(optimizer, move=False):
-        log.warning(
-            "freeze_moments: %d elements of %d parameters have never had a gradient; their second moment is "
-            "0, so they stay where they are",
-            sum(masked.values()),
-            len(masked),
-        )
 
 
 def _freeze_later(
@@ -130,11 +118,7 @@ def _strategy(
         raise InvalidValue(f"refresh={refresh!r} is not possible; use a whole number from 1 up, or None")
     if isinstance(first, After) and isinstance(first.then, SharedMomentum):  # an earlier call has made it
         first = first.first
-    if (leaf := next(named_states(first), None)) is not None:
-        raise InvalidValue(
-            f"the strategy of the warm-up keeps {leaf.owner}, which nobody would send after the freeze; "
-            "attach Mean() or Sharded(Int8()) for the warm-up"
-        )
+    refuse_memory_in_warm_up(first)
     shared = SharedMomentum(as_strategy(then), _beta(optimizer, names))
     return After(after, shared, first, refresh), shared
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,17 @@ from .errors import InvalidValue, WrongState, WrongType
 from .feed.own_buckets import DEFAULT_BUCKET_MB
 from .feed.sharded_models import refuse_sharded
 from .feed.step_counter import checked_optimizer
+from .lane.one_rank import OneRank
 from .session.base import Session
 from .session.local_training import LocalTraining, local_training_of
-from .session.own_loop import own_loop_of
+from .session.own_loop import OwnLoop, own_loop_of
 from .settings import ScaledOptions, Settings
 from .strategies.as_strategy import as_strategy
-from .strategies.local_steps import Buffers, LocalSteps
+from .strategies.local_steps import Buffers, LocalSteps, Moments
 from .strategies.mean import Mean
 from .strategies.schedule import After
 from .strategies.text import describe
 from .torch_internals import uncompiled
-from .without_ddp import attach_without_ddp
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -38,12 +38,14 @@ def local_steps(
     *,
     every: int | None = None,
     warmup: int = 0,
+    first: Strategy | str = "Mean()",
     inside: Strategy | str | None = None,
     fragments: int = 1,
     delay: int = 0,
     blend: float = 0.0,
     buffers: Buffers = "mean",
-    group: dist.ProcessGroup | None = None,
+    moments: Moments = "own",
+    group: dist.ProcessGroup | OneRank | None = None,
     bucket_mb: float = DEFAULT_BUCKET_MB,
     **options: Unpack[ScaledOptions],
 ) -> LocalTraining:
@@ -62,22 +64,29 @@ def local_steps(
         optimizer: the optimizer that trains it, on every rank its own.
         strategy: what happens to the differences: ``"Mean()"``, ``"ErrorFeedback(Sharded(Int4()))"``, with
             ``Nesterov(...)`` around it DiLoCo. A ``LocalSteps(...)`` has ``every`` and the options up to
-            ``buffers`` in itself.
+            ``moments`` in itself, but for ``inside``.
         every: steps between two rounds of the same parameters.
         warmup: steps at the beginning in which gradients are averaged as without local steps, by DDP or, for
             another model, before ``optimizer.step()``.
+        first: the strategy of the warm-up, without memory: ``"Sharded(Int8())"``. The default leaves the
+            warm-up to DDP with whatever hook it has.
         inside: a strategy that reduces the gradients of local steps too: ``NodeMean()`` keeps the ranks of a
             node together. Default: none.
         fragments: send the model in so many parts, in turns, ``every / fragments`` steps apart.
         delay: a round is applied so many steps after it began, and travels meanwhile.
         blend: share of this rank's own weights in what is applied; 0.5 is usual with a delay.
         buffers: "mean": floating-point buffers (BatchNorm's) are averaged in each round; "own": left alone.
+        moments: "frozen": after the warm-up the second moment of Adam does not change any more, and is the
+            same on all ranks (see ``freeze_moments``). "own": each rank goes on with its own.
         group: the process group of a model without DDP; the default one if None.
         bucket_mb: a bucket is closed as soon as it holds this many MiB.
         options: those of ``attach``. ``verify_every`` counts rounds; ``scaler`` keeps rounds together when
             the scaler of one rank leaves out a step.
     """
-    chosen = _chosen(as_strategy(strategy), every, (warmup, fragments, delay, blend, buffers))
+    chosen = _chosen(
+        as_strategy(strategy), every, warmup=warmup, first=as_strategy(first), fragments=fragments,
+        delay=delay, blend=blend, buffers=buffers, moments=moments,
+    )  # fmt: skip
     settings = Settings(**options)
     optimizer = checked_optimizer(optimizer)
     if not isinstance(model, nn.Module):
@@ -91,7 +100,7 @@ def local_steps(
     if isinstance(model, DistributedDataParallel) and group is not None:
         raise InvalidValue("group= is for a model without DDP; a DDP model has its own")
     within = None if inside is None else as_strategy(inside)
-    gradients = _gradients_of(model, chosen.warmup, within, group, settings)
+    gradients = _gradients_of(model, chosen, within, group, settings)
     try:
         return LocalTraining(
             model, optimizer, chosen, settings, group=group, bucket_mb=bucket_mb, gradients=gradients,
@@ -104,9 +113,10 @@ def local_steps(
         raise
 
 
-def _chosen(strategy: Strategy, every: int | None, others: tuple[object, ...]) -> LocalSteps:
+def _chosen(strategy: Strategy, every: int | None, **others: Any) -> LocalSteps:
     if isinstance(strategy, LocalSteps):
-        if every is not None or others != (0, 1, 0, 0.0, "mean"):
+        defaults = LocalSteps(Mean())
+        if every is not None or any(value != getattr(defaults, name) for name, value in others.items()):
             raise InvalidValue(
                 f"{describe(strategy, short=True)} has its options in itself; write them there, and not as "
                 "options of local_steps"
@@ -116,32 +126,38 @@ def _chosen(strategy: Strategy, every: int | None, others: tuple[object, ...]) -
         raise InvalidValue(
             "local_steps needs every=, the steps between two rounds; try 16 with SGD, 8 with Adam"
         )
-    return LocalSteps(strategy, every, *others)  # type: ignore[arg-type]
+    return LocalSteps(strategy, every, **others)
 
 
 def _gradients_of(
     model: nn.Module,
-    warmup: int,
+    chosen: LocalSteps,
     inside: Strategy | None,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | OneRank | None,
     settings: Settings,
 ) -> Session | None:
     """What reduces gradients in the warm-up, or all the time where there is an ``inside``."""
+    warmup, first = chosen.warmup, chosen.first
+    reduced = first if inside is None else After(warmup, inside, first)
     if isinstance(model, DistributedDataParallel):
-        if inside is None:
+        if inside is None and (not warmup or first == Mean()):
             return None  # DDP itself, with whatever hook it has
         return attach(
-            model, After(warmup, inside), timeout=settings.timeout, ranks_per_node=settings.ranks_per_node,
+            model, reduced, timeout=settings.timeout, ranks_per_node=settings.ranks_per_node,
             scaler=settings.scaler,
         )  # fmt: skip
+    if isinstance(group, OneRank):
+        return None  # nobody to exchange gradients with
     if own_loop_of(model) is not None:
-        if inside is not None:
-            raise WrongState("reduce_gradients works on this model already; close() it, or leave out inside=")
+        if inside is not None or first != Mean():
+            raise WrongState(
+                "reduce_gradients works on this model already; close() it, or leave out inside= and first="
+            )
         return None  # the loop calls it
     if inside is None and not warmup:
         return None
-    reduced = Mean() if inside is None else After(warmup, inside)
-    return attach_without_ddp(
-        model, reduced, group=group, timeout=settings.timeout, ranks_per_node=settings.ranks_per_node,
-        scaler=settings.scaler,
+    return OwnLoop(
+        model, reduced,
+        Settings(timeout=settings.timeout, ranks_per_node=settings.ranks_per_node, scaler=settings.scaler),
+        group=group,
     )  # fmt: skip

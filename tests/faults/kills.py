@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlane as gl
 from gradlane.local import tell
 
-from ..support.catalogue import STRATEGIES
+from ..support.catalogue import EVERY
 from ..support.training import build, data
 from .faulty import MOMENTS, Faulty, Point
 from .harness import Run, Warnings, connect, leave_the_lost
@@ -40,8 +40,19 @@ class Blow:
 
 
 def strategy_of(name, blow, what):
-    strategy = STRATEGIES[name]()
-    return strategy if blow.point is None else Faulty(strategy, blow.point, what)
+    strategy = EVERY[name]()
+    if blow.point is None:
+        return strategy
+    if isinstance(strategy, gl.LocalSteps):
+        return strategy.with_inner(Faulty(strategy.inner, blow.point, what))
+    return Faulty(strategy, blow.point, what)
+
+
+def opened(ddp, optimizer, strategy, timeout):
+    """Many small buckets, in a step or in a round of local steps."""
+    if isinstance(strategy, gl.LocalSteps):
+        return gl.local_steps(ddp, optimizer, strategy, bucket_mb=0.004, timeout=timeout)
+    return gl.attach(ddp, strategy, timeout=timeout)
 
 
 def train_until_lost(rank, path, name, blow, what, timeout, folder=None):
@@ -56,7 +67,7 @@ def _train(rank, name, blow, what, timeout, folder):
     """When which error came, whom it names, and in which step."""
     ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    attachment = gl.attach(ddp, strategy_of(name, blow, what), timeout=timeout)
+    attachment = opened(ddp, optimizer, strategy_of(name, blow, what), timeout)
     try:
         for step in range(STEPS):
             if folder is not None and step == SAVED:

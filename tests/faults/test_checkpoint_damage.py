@@ -21,7 +21,20 @@ LIMIT = 1.0  # seconds to a refusal
 STRATEGIES = {
     "feedback": lambda: gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1))),
     "low rank": lambda: gl.ErrorFeedback(gl.PowerSGD(2, min_compression_rate=0)),
+    "local steps": lambda: gl.LocalSteps(gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), every=2),
 }
+
+
+def opened(ddp, optimizer, strategy):
+    if isinstance(strategy, gl.LocalSteps):
+        return gl.local_steps(ddp, optimizer, strategy, timeout=30)
+    return gl.attach(ddp, strategy, timeout=30)
+
+
+def train(ddp, optimizer, rank, step):
+    optimizer.zero_grad()
+    ddp(data(rank, step)).backward()
+    optimizer.step()
 
 
 def fingerprint(state):
@@ -37,12 +50,24 @@ def refuse_all(rank, folder, name, seeds):
     folder = Path(folder)
     touched = folder / "touched"
     bad, kinds, slowest = [], Counter(), 0.0
-    with gl.attach(ddp, STRATEGIES[name](), timeout=30) as attachment:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+
+    def everything():
+        """Weights and momentum too, which local steps load."""
+        return fingerprint(
+            {
+                "attachment": attachment.state_dict(),
+                "weights": ddp.state_dict(),
+                "momentum": optimizer.state_dict()["state"],
+            }
+        )
+
+    with opened(ddp, optimizer, STRATEGIES[name]()) as attachment:
         for step in range(3):
-            ddp(data(rank, step)).backward()
+            train(ddp, optimizer, rank, step)
         attachment.save(folder / "good")
-        ddp(data(rank, 3)).backward()
-        before = fingerprint(attachment.state_dict())
+        train(ddp, optimizer, rank, 3)
+        before = everything()
         for seed in seeds:
             copy = folder / f"bad-{seed}"
             if rank == 0:
@@ -60,13 +85,13 @@ def refuse_all(rank, folder, name, seeds):
                     bad.append((seed, kind, took, str(error)[:200]))
             else:
                 bad.append((seed, kind, "accepted"))
-            if fingerprint(attachment.state_dict()) != before:
+            if everything() != before:
                 bad.append((seed, kind, "changed something"))
             torch.distributed.barrier()
             if rank == 0:
                 shutil.rmtree(copy)
         attachment.load(folder / "good")  # the damage was in the copies
-        step = attachment.step
+        step = getattr(attachment, "local_steps", attachment.step)
     return bad, kinds, slowest, touched.exists(), step
 
 

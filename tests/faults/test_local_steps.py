@@ -14,7 +14,11 @@ import gradlane as gl
 from gradlane.local import RankFailed, run_ranks
 
 from ..processes.test_local_steps import Small, sgd, train, weights
+from ..support.catalogue import STRATEGIES
 from ..support.training import build, data, replicas_equal
+from .faulty import Broken, Faulty, Point
+from .harness import drawing
+from .test_raising import PHASES, STATEFUL
 
 
 @dataclass
@@ -76,6 +80,43 @@ def test_a_round_that_fails_leaves_no_trace_and_loses_no_step(late, delay):
         assert unchanged
         assert moved
         assert equal
+
+
+def fail_in_rounds(rank, cases):
+    """Per strategy and point: in which steps this rank raised what, and whether the ranks end together."""
+    outcomes = []
+    for name, point in cases:
+        model = build(Small)
+        optimizer = sgd(model.parameters())
+        strategy = Faulty(STRATEGIES[name](), point)
+        local = gl.local_steps(model, optimizer, strategy, every=2, bucket_mb=0.0005, timeout=20)
+        caught = []
+        for step in range(12):
+            try:
+                train(model, optimizer, rank, [step])
+            except (Broken, gl.PeerFailed) as error:
+                caught.append((step, type(error).__name__))
+        local.finish()
+        finite = bool(torch.isfinite(weights(model)).all())
+        outcomes.append((caught, finite and replicas_equal([weights(model)]), local.local_steps))
+        local.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_kind_of_memory_survives_a_round_that_fails(phase):
+    """R5 for rounds: each strategy with a memory, one rank of three, at a point that is drawn."""
+    chance = drawing(f"raise in a round, {phase}")
+    cases = [
+        (name, Point.drawn(chance, 3, moments=PHASES[phase], steps=(0, 5), buckets=(0, -1)))
+        for name in STATEFUL
+    ]
+    outcomes = run_ranks(fail_in_rounds, 3, cases, deadline=60)
+    for number, (name, point) in enumerate(cases):
+        for rank in range(3):
+            kind = "Broken" if rank == point.rank else "PeerFailed"
+            expected = ([(2 * point.step + 1, kind)], True, 12)
+            assert outcomes[rank][number] == expected, f"{name}, {point}"
 
 
 def not_finite(rank):

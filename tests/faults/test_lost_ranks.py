@@ -18,14 +18,20 @@ from ..support.training import build, data, replicas_equal
 from . import kills as training
 from .faulty import Faulty, Point, fire
 from .harness import connect, drawing, leave_the_lost, run, side_by_side, state_of
-from .kills import SAVED, WORLD, Blow, begin, kill_one, killed, stop_one, strategy_of, told
+from .kills import SAVED, WORLD, Blow, begin, kill_one, killed, opened, stop_one, strategy_of, told
 
-NAMES = ("mean", "int4 feedback", "powersgd")
+NAMES = ("mean", "int4 feedback", "powersgd", "local steps int4")
 
 
 def test_killed_at_four_points():
     chance = drawing("kill one, powersgd")
     told("powersgd", [kill_one("powersgd", Blow.drawn(chance)) for _ in range(4)])
+
+
+def test_killed_in_a_round_of_local_steps():
+    name = "local steps int4"
+    point = Point(1, 2, -1, "answered")
+    told(name, [kill_one(name, blow) for blow in (Blow(1, 2, point, 0.0), Blow(0, 5, None, 0.01))])
 
 
 def test_rank_0_ends_no_sooner_than_a_slow_survivor_has_read(monkeypatch):
@@ -152,9 +158,11 @@ def load_each(rank, name, blows, folders):
     loaded = 0
     for blow, folder in zip(blows, folders, strict=True):
         ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
-        with gl.attach(ddp, strategy_of(name, blow, "kill"), timeout=20) as attachment:
-            attachment.load(folder)
-            loaded += attachment.step == SAVED
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+        attachment = opened(ddp, optimizer, strategy_of(name, blow, "kill"), timeout=20)
+        attachment.load(folder)
+        loaded += getattr(attachment, "local_steps", attachment.step) == SAVED
+        attachment.close()
     return loaded
 
 

@@ -185,7 +185,6 @@ def test_an_arm_that_cannot_start_says_why():
         ({"budget_s": -1.0}, "budget_s=-1 is not above 0"),
         ({"arms": ("torch.fp17",)}, "arm 'torch.fp17' is not known; torch's hooks are torch.allreduce"),
         ({"arms": ("Maen()",)}, "did you mean Mean"),
-        ({"arms": ("LocalSteps(Mean())",)}, "most local steps send nothing; use gradlane train"),
         ({"model": "mlp"}, "model 'mlp' is not known; use mlp9m, resnet18, gpt-small, or module:function"),
         ({"model": "tests.nowhere:tiny"}, "tests.nowhere cannot be imported: ModuleNotFoundError"),
         ({"model": "tests.support.workloads:huge"}, "tests.support.workloads has no function 'huge'"),
@@ -287,3 +286,17 @@ def test_no_disk_is_said_before_anything_starts(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("gradlane: ")
     assert "out.json cannot be written: File too large; name another file" in done.stderr
+
+
+def test_local_steps_are_measured_by_the_period():
+    """A sample is a whole period, per step; the warm-up of its text is left out."""
+    local = "LocalSteps(Mean(), every=3, warmup=100, first=Sharded(Int8()), buffers='own')"
+    found = bench_arms(replace(TINY, arms=(local, "Mean()"), steps=2, warmup=1))
+    rows = {row["arm"]: row for row in found["results"]}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    dense, rare = rows["Mean()"], rows[local]
+    assert rare["steps"] == 2
+    roll_call = 64
+    assert rare["ledger_bytes"] == pytest.approx((dense["ledger_bytes"] + roll_call) / 3, abs=1)
+    assert 0 < rare["median_s"] < 3 * rows["ddp"]["median_s"] + 0.1  # of one step, not of three
+    assert rare["phases"] is None

@@ -1,6 +1,7 @@
 """Local steps in real processes: laws over the whole catalogue, references, options, checkpoints."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -187,7 +188,9 @@ def test_rounds_are_those_of_the_reference(case, world):
         nn.init.normal_(parameter, std=0.3)
     fragments = [
         [name for bucket in buckets for name in bucket.names]
-        for buckets in fragments_of(dict(model.named_parameters()), options.get("fragments", 1), 1 << 20)
+        for buckets in fragments_of(
+            dict(model.named_parameters()), gl.LocalSteps(gl.Mean(), **options), 1 << 20
+        )
     ]
     expected = reference.streamed(
         model, sgd, world, lambda model, rank, step: model(data(rank, step)).square().mean(), steps=14,
@@ -403,3 +406,66 @@ def test_another_number_of_ranks_goes_on_from_the_anchor(tmp_path):
             assert all(torch.equal(found[name], anchor[name]) for name in anchor)
             assert steps == 9
             assert equal
+
+
+def sent_by_step(rank, options):
+    """Bytes of this rank after each step of the optimizer, and the dry run of that step."""
+    model = DistributedDataParallel(build(Small))
+    optimizer = sgd(model.parameters())
+    strategy = gl.LocalSteps(gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), buffers="own", **options)
+    sent, priced = [0], []
+    local = gl.local_steps(model, optimizer, strategy)
+    for step in range(9):
+        train(model, optimizer, rank, [step])
+        figures = local.metrics()
+        sent.append(round(figures["local/bytes_per_step"] * figures["local/steps"]))
+        priced.append(gl.dry_run(strategy, model.module, 3, step=step).wire_bytes)
+    local.close()
+    return [after - before for before, after in itertools.pairwise(sent)], priced
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 3},
+        {"every": 4, "fragments": 2, "warmup": 2, "first": gl.Sharded(gl.Int8(block=32))},
+    ],
+)
+def test_a_dry_run_prices_a_local_step_a_round_and_the_warm_up(options):
+    warmup, period = options.get("warmup", 0), options["every"] // options.get("fragments", 1)
+    for sent, priced in run_ranks(sent_by_step, 3, options):
+        rounds = [step for step in range(9) if step >= warmup and (step + 1 - warmup) % period == 0]
+        roll_call = 64 * (3 - 1)
+        assert sent == [price + roll_call * (step in rounds) for step, price in enumerate(priced)]
+        assert [step for step, price in enumerate(priced) if price] == [*range(warmup), *rounds]
+
+
+def another_every(rank, folder, save, strict):
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    every = 4 if save else 3
+    with gl.local_steps(model, optimizer, "ErrorFeedback(Sharded(Int4(block=32)))", every=every) as local:
+        if save:
+            train(model, optimizer, rank, range(6))
+            local.save(folder)
+            return weights(model)
+        try:
+            local.load(folder, strict=strict)
+        except gl.InvalidValue as error:
+            return str(error)
+        found = weights(model)
+        train(model, optimizer, rank, range(6, 11))
+    return found, local.local_steps, local.step, replicas_equal([weights(model)])
+
+
+def test_another_number_of_steps_between_rounds_loads_what_fits(tmp_path):
+    own = run_ranks(another_every, 3, str(tmp_path), True, True)
+    for refusal in run_ranks(another_every, 3, str(tmp_path), False, True):
+        assert "call local_steps with the same options" in refusal
+        assert "strict=False" in refusal
+    for before, (found, steps, rounds, equal) in zip(
+        own, run_ranks(another_every, 3, str(tmp_path), False, False), strict=True
+    ):
+        assert torch.equal(found, before)  # in the middle of a round
+        assert (steps, rounds) == (11, 3)  # after steps 4 and 9, and at the end
+        assert equal

@@ -52,6 +52,7 @@ launched = pytest.mark.parametrize("launch", [forked, pytest.param(torchrun, mar
 @pytest.mark.parametrize(
     ("launch", "repeat"), [(forked, 1), pytest.param(torchrun, 20, marks=pytest.mark.slow)]
 )
+@pytest.mark.timeout(900)  # twenty starts of torchrun took over 300 s on a busy machine
 def test_every_end_is_a_clean_one(ending, launch, repeat, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ENDINGS[ending])

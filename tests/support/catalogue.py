@@ -171,7 +171,7 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
         gl.Cast(gl.Mean(), torch.bfloat16), lr=0.5, momentum=0.0
     ),
     "nesterov int4 feedback": lambda: gl.Nesterov(
-        gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), lr=1.0, momentum=0.9
+        gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))), lr=0.1, momentum=0.9
     ),
     "sparseloco": lambda: gl.Nesterov(
         gl.ErrorFeedback(gl.Gathered(gl.ChunkTopK(0.1)), decay=0.95), lr=0.7, momentum=0.0
@@ -219,6 +219,13 @@ OF_WEIGHTS: dict[str, Callable[[], gl.Strategy]] = {
         delay=1,
         blend=0.5,
         buffers="own",
+    ),
+    "local steps, int8 first": lambda: gl.LocalSteps(
+        gl.Nesterov(gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32)))),
+        every=4,
+        warmup=2,
+        first=gl.Sharded(gl.Int8(block=32)),
+        moments="frozen",
     ),
 }
 """Those whose buckets hold weights: ``local_steps`` takes them, and ``attach`` does not."""

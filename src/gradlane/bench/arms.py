@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +16,10 @@ from ..core.events import Event, wire_bytes
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import GradlaneError, InvalidValue
-from ..less_often import local_steps
+from ..session import Session
 from ..session.local_training import LocalTraining
-from ..strategies.local_steps import LocalSteps
 from ..strategies.text import describe, parse
+from ..with_optimizer import attach_with_optimizer
 
 DDP = "ddp"
 COMPUTE = "Noop()"
@@ -43,30 +42,29 @@ class Arm:
     def __init__(
         self, ddp: DistributedDataParallel, name: str, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """``optimizer``: of the training; an arm with local steps counts its steps."""
+        """``optimizer``: of the training. Local steps count its steps, frozen moments are its own."""
         self.events: list[Event] = []
         self.sent_bytes = 0
         self.local: LocalTraining | None = None
-        self._dense_steps = 0.0  # of DDP itself
-        gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
-        self._dense = wire_bytes("all_reduce", gradients, dist.get_world_size())
+        self._dense = 0  # bytes of a step of DDP itself
         if name == DDP:
-            self._dense_steps = math.inf
+            gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
+            self._dense = wire_bytes("all_reduce", gradients, dist.get_world_size())
         elif match := _TORCH.fullmatch(name):
             self._count_torch()
             _register(ddp, match[1], int(match[2] or 1))
-        elif isinstance(strategy := parse(name), LocalSteps):
-            assert optimizer is not None  # bench refuses such arms
-            self._dense_steps = strategy.warmup
-            self.local = local_steps(ddp, optimizer, strategy, observer=self._on_event)
+        elif optimizer is None:
+            self.attachment: Session = attach(ddp, parse(name), observer=self._on_event)
         else:
-            self.attachment = attach(ddp, strategy, observer=self._on_event)
+            self.attachment = attach_with_optimizer(ddp, optimizer, name, observer=self._on_event)
+            self.local = self.attachment if isinstance(self.attachment, LocalTraining) else None
 
     def step_done(self) -> None:
         """After each step of the optimizer."""
-        if self._dense_steps:
-            self._dense_steps -= 1
-            self.sent_bytes += self._dense
+        self.sent_bytes += self._dense
+        if self.local is not None:
+            figures = self.local.metrics()  # the warm-up's bytes are in no event
+            self.sent_bytes = round(figures["local/bytes_per_step"] * figures["local/steps"])
 
     def finish(self) -> None:
         """After the last step: local steps end with a round."""

@@ -15,7 +15,7 @@ from ..errors import InvalidValue
 from .arm_processes import ArmProcesses
 from .arms import COMPUTE, DDP, described
 from .bench_plan import BenchPlan
-from .bench_rank import BenchRank
+from .bench_rank import BenchRank, local_steps_of
 from .hosts import Hosts, hosts_for
 from .link import Link
 from .record import FORMAT, command_line, provenance
@@ -89,6 +89,9 @@ class _Setting:
         self._step_number = number * plan.total_steps // plan.settings
         self._on_progress = on_progress
         self._rounds: Rounds | None = None
+        self._periods = [
+            1 if (local := local_steps_of(arm)) is None else local.every for arm in plan.all_arms
+        ]
         self._steps: dict[str, list[Step]] = {arm: [] for arm in plan.all_arms}
 
     def run(self, until: float) -> bool:
@@ -155,10 +158,11 @@ class _Setting:
 
     @property
     def _round_timeout(self) -> float:
+        period = max(self._periods)
         if self._plan.timeout_s is not None:
-            return self._plan.timeout_s
+            return self._plan.timeout_s * period
         dense = wire_bytes("all_reduce", self._work.gradient_bytes, self._ranks)
-        return 60.0 + 10 * self._hosts.link.seconds(dense)
+        return period * (60.0 + 10 * self._hosts.link.seconds(dense))
 
 
 def _check_memory(plan: BenchPlan, work: Workload) -> None:

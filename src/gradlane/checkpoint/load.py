@@ -108,9 +108,12 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
 
 def _refuse_other_run(manifest: Manifest, subject: Subject) -> None:
     if not saved_by(subject.strategy, manifest.strategy):
+        way = "start with the strategy that saved it and swap() afterwards"
+        if subject.strategy.takes == "weights":  # swap changes what is inside of LocalSteps
+            way = "call local_steps with the same options"
         raise InvalidValue(
-            f"it was saved by {manifest.strategy}, this run has {subject.text}; start with the strategy "
-            "that saved it and swap() afterwards, or load with strict=False to keep the parts that fit"
+            f"it was saved by {manifest.strategy}, this run has {subject.text}; {way}, or load with "
+            "strict=False to keep the parts that fit"
         )
     saved, own = list(map(str, manifest.parameters)), list(map(str, subject.parameters))
     if saved != own:

@@ -138,6 +138,13 @@ def moments(optimizer: Optimizer) -> Iterator[tuple[Group, Tensor, dict[str, Any
                 yield group, p, state
 
 
+def frozen_states(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Every parameter with frozen moments, and its state."""
+    for group, p, state in moments(optimizer):
+        if MARK in group:
+            yield p, state
+
+
 def unusable(optimizer: Optimizer) -> Iterator[tuple[Tensor, str]]:
     """The parameters whose second moment cannot be frozen, and why."""
     for group, p, state in moments(optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,10 +33,12 @@ class Call:
     fragment: int
     anchor: int
     """A hash of the anchor where it is new, 0 where the last round has made it."""
+    moments: int
+    """A hash of Adam's second moments where they have been frozen since the last round, otherwise 0."""
 
     def objection(self, table: Sequence[Sequence[int]]) -> str | None:
         """What differs between the ranks. ``table`` has a row for each of them."""
-        steps, fragments, anchors = zip(*table, strict=True)
+        steps, fragments, anchors, moments = zip(*table, strict=True)
         if len(set(steps)) > 1 or len(set(fragments)) > 1:
             came = ", ".join(
                 f"rank {rank} after {step} local steps{' in finish()' if fragment == ALL else ''}"
@@ -50,6 +52,11 @@ class Call:
             return (
                 f"rank {', '.join(map(str, others))} began with other weights than the others; before "
                 "local_steps load the same on all ranks, or wrap the model in DDP, which sends rank 0's"
+            )
+        if others := minority(moments):
+            return (
+                f"rank {', '.join(map(str, others))} has frozen other second moments than the others; freeze "
+                "them when the gradients of all steps so far were averaged: at the end of the warm-up"
             )
         return None
 
@@ -75,8 +82,7 @@ class Round:
         self._step = step
         self._strategy = strategy
         step.begin(strategy)
-        own = call.local_steps, call.fragment, call.anchor
-        call_roll(step, RollCall("round", call.objection), own, device)
+        call_roll(step, RollCall("round", call.objection), astuple(call), device)
         self._buffers: list[tuple[list[str], Layout, Future[Tensor]]] = []
 
     @torch.no_grad()

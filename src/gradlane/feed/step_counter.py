@@ -15,7 +15,8 @@ from .loss_scale import Scaler
 
 
 class StepCounter:
-    """Calls ``after_step`` once for every step of the optimizer, ``before_step`` at its begin.
+    """Calls ``after_step`` once for every step of the optimizer, ``before_step`` at its begin, with whether
+    a closure is to compute the gradients.
 
     A GradScaler that has seen an overflow does not call the optimizer, and other ranks' scalers may. So a
     step of the scaler counts like a step of the optimizer.
@@ -25,7 +26,7 @@ class StepCounter:
         self,
         optimizer: torch.optim.Optimizer,
         scaler: Scaler | None,
-        before_step: Callable[[], None],
+        before_step: Callable[[bool], None],
         after_step: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -37,7 +38,7 @@ class StepCounter:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (counter := own()) is not None:
-                counter._begin()
+                counter._begin(len(args) > 1 or kwargs.get("closure") is not None)
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (counter := own()) is not None and not counter._in_scaler:
@@ -49,13 +50,13 @@ class StepCounter:
         ]
         self.scaler = scaler
 
-    def _begin(self) -> None:
+    def _begin(self, closure: bool) -> None:
         if current_backward() is not None:
             raise WrongState(
                 "an optimizer steps inside of backward; with local steps call optimizer.step() after backward"
             )
         if not self._in_scaler:
-            self._before_step()
+            self._before_step(closure)
 
     @property
     def scaler(self) -> Scaler | None:
@@ -75,7 +76,7 @@ class StepCounter:
             if counter is None or optimizer is not counter._optimizer():
                 return original(scaler, optimizer, *args, **kwargs)
             # Before the scaler looks for an overflow: then all ranks find it, or none.
-            counter._before_step()
+            counter._before_step(False)  # scalers take no closure
             counter._in_scaler = True
             try:
                 result = original(scaler, optimizer, *args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..strategies.local_steps import LocalSteps
 from ..torch_internals import assign_buckets, copy_each
 from .layout import layout_of
 
@@ -30,17 +31,10 @@ class WeightBucket:
         return self._flat
 
 
-def fragments_of(trained: Parameters, count: int, limit: int) -> list[list[WeightBucket]]:
-    """The buckets of each fragment. The largest parameters are dealt out first, each to the fragment that is
-    smallest so far, so that fragments are of like size; within one, the order is the model's."""
-    members: list[list[str]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for name in sorted(trained, key=lambda name: -trained[name].numel()):
-        smallest = sizes.index(min(sizes))
-        members[smallest].append(name)
-        sizes[smallest] += trained[name].numel()
-    place = {name: number for number, name in enumerate(trained)}
-    return [buckets_of(trained, sorted(names, key=place.__getitem__), limit) for names in members]
+def fragments_of(trained: Parameters, strategy: LocalSteps, limit: int) -> list[list[WeightBucket]]:
+    """The buckets of each fragment."""
+    members = strategy.dealt({name: parameter.numel() for name, parameter in trained.items()})
+    return [buckets_of(trained, names, limit) for names in members]
 
 
 def buckets_of(trained: Parameters, names: Sequence[str], limit: int) -> list[WeightBucket]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -40,13 +40,12 @@ from .opening import objection_to, open_for
 from .registry import register, unregister
 from .state import SessionState
 from .swap import SwapAgreement, move_states
+from .weak_calls import weakly
 
 if TYPE_CHECKING:
     from .freezing import Freezing
 
 Self = TypeVar("Self", bound="Session")
-
-T = TypeVar("T")
 
 
 class Session(ABC):
@@ -102,7 +101,7 @@ class Session(ABC):
             scaler=self._loss_scaler(),
             drift=self._drift_check(opened),
         )
-        self._step.on_begin = _on_begin(weakref.ref(self))
+        self._step.on_begin = weakly(self._step_begins, default=None)
         self._board = opened.board
         self._swap_agreement = SwapAgreement(opened.board)
         self._state = SessionState(self._step, opened.board, self._parameters, self._ownership)
@@ -299,17 +298,6 @@ class Session(ABC):
     def _must_be_between_steps(self, doing: str) -> None:
         if self._step.state is State.BEGUN:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
-
-
-def _on_begin(session: weakref.ref[Session]) -> Callable[[bool], Exception | None]:
-    """Does not keep the session."""
-    return lambda joined: None if (found := session()) is None else found._step_begins(joined)
-
-
-def weakly(method: Callable[[], T], default: T) -> Callable[[], T]:
-    """Calls a method of an object without keeping the object; ``default`` when it is collected."""
-    found = weakref.WeakMethod(method)
-    return lambda: default if (bound := found()) is None else bound()
 
 
 def _model_collected(session: weakref.ref[Session], lane: Lane) -> None:

@@ -6,6 +6,7 @@ import weakref
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import WrongState
 from .base import Session
 from .own_loop import OwnLoop
 
@@ -18,11 +19,19 @@ class GradientExchange:
         self._ddp_settings: tuple[bool, bool] | None = None
         self._session = session
         self._keep = keep
+        self._ddp_reduces = ddp is not None and session is None
         self._bytes = 0.0  # of a session that was closed
 
-    def reduce(self) -> None:
-        if isinstance(self._session, OwnLoop):
-            self._session.reduce()
+    def reduce(self, closure: bool) -> None:
+        """Before ``optimizer.step()``, of a model without DDP."""
+        if not isinstance(self._session, OwnLoop):
+            return
+        if closure:
+            raise WrongState(
+                "optimizer.step(closure) computes gradients when it is too late to average them; run "
+                "backward before optimizer.step(), wrap the model in DDP, or leave out warmup= and inside="
+            )
+        self._session.reduce()
 
     def stop(self) -> None:
         """In local training nobody needs the mean, and DDP's broadcast would undo each rank's buffers."""
@@ -38,7 +47,7 @@ class GradientExchange:
         """Sent for gradients; ``of_ddp`` if DDP reduced them."""
         if self._session is not None:
             return self._session.metrics()["comm/bytes_wire"]
-        return of_ddp if self._ddp is not None else self._bytes
+        return of_ddp if self._ddp_reduces else self._bytes
 
     def close(self) -> None:
         self._end_session()

@@ -1,4 +1,4 @@
-"""Local steps at work on a model: when a round is due, and what it does to the weights."""
+"""Local steps at work on a model: a session whose steps are rounds."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from ..checkpoint.subject import Parameter
 from ..core.events import wire_bytes
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongState
-from ..feed.drift import hashed
+from ..feed.adam_moments import check_adam
 from ..feed.loss_scale import Scaler, checked_scaler
 from ..feed.optimizer_hooks import OptimizerHooks
 from ..feed.own_buckets import DEFAULT_BUCKET_MB, bytes_of, checked_bucket_mb
 from ..feed.own_model_checks import checked_group, one_device, trained_of
-from ..feed.rounds import ALL, Call, Completed, Round
-from ..feed.step import State
 from ..feed.step_counter import StepCounter, refuse_uncounted
-from ..feed.weight_buckets import WeightBucket, fragments_of
+from ..feed.weight_buckets import fragments_of
+from ..lane.one_rank import OneRank
 from ..lane.open import Opened
-from ..log import log
 from ..settings import Settings
 from ..strategies.as_strategy import as_strategy
 from ..strategies.local_steps import LocalSteps
 from ..torch_internals import uncompiled
-from .base import Session, weakly
+from .base import Session
 from .gradient_exchange import GradientExchange
 from .local_figures import local_figures
 from .local_position import Position
+from .local_rounds import LocalRounds
 from .local_weights import LocalWeights, anchor_of
-from .optimizer_state import drop_broken_state
 from .rank_state import RankState, cloned
+from .weak_calls import weakly
 
 
 class LocalTraining(Session):
@@ -60,7 +59,7 @@ class LocalTraining(Session):
         strategy: LocalSteps,
         settings: Settings,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | OneRank | None = None,
         bucket_mb: float = DEFAULT_BUCKET_MB,
         gradients: Session | None = None,
         keep_gradients: bool = False,
@@ -72,26 +71,27 @@ class LocalTraining(Session):
         trained = trained_of(module)
         bucket_mb = checked_bucket_mb(bucket_mb)
         refuse_uncounted(optimizer, trained)
+        if strategy.moments == "frozen":
+            check_adam(optimizer)
         checked: Any = checked_group(group) if ddp is None else ddp.process_group
         self.local_steps = 0
         """How many steps the optimizer has taken."""
-        self._optimizer = weakref.ref(optimizer)
         self._gradients = GradientExchange(ddp, gradients, keep_gradients)
         self._weights = LocalWeights(module, trained, strategy.anchor, strategy.agreed_buffers)
-        self._device = one_device(trained)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in trained.values())
-        self._fragments = fragments_of(trained, strategy.fragments, bytes_of(bucket_mb))
-        self._round: Round | Completed | None = None  # not yet applied
-        self._apply_at = 0
-        self._compared = False  # the anchor, over all ranks
+        device = one_device(trained)
         strategy.anchor.load_state_dict(anchor_of(trained))
         super().__init__(
-            model, module, checked, self._device, strategy, settings, doing="local_steps",
+            model, module, checked, device, strategy, settings, doing="local_steps",
             must_agree={"bucket_mb": bucket_mb, "inside": inside},
         )  # fmt: skip
+        fragments = fragments_of(trained, strategy, bytes_of(bucket_mb))
+        self._rounds = LocalRounds(self._step, self._weights, fragments, optimizer, device)
         local, own = strategy.local, weakref.ref(self)  # the strategy must not keep this object
         self._rank_state = rank_state = RankState(self._weights, optimizer)
-        local.collect = lambda: {} if (me := own()) is None else rank_state.collect(me._position())
+        local.collect = lambda: (
+            {} if (me := own()) is None else rank_state.collect(me._rounds.position(me.local_steps))
+        )
         local.refuse = rank_state.refuse
         self._counter = StepCounter(
             optimizer, settings.scaler,
@@ -104,79 +104,30 @@ class LocalTraining(Session):
 
     # Rounds
 
-    def _before_step(self) -> None:
+    def _before_step(self, closure: bool) -> None:
         if self._weights.showing_agreed:
             raise WrongState("optimizer.step() inside of agreed(), where the weights are not this rank's own")
-        self._gradients.reduce()
+        self._gradients.reduce(closure)
 
     def _after_step(self) -> None:
         self.local_steps += 1
-        strategy, since = self.strategy, self.local_steps - self.strategy.warmup
-        if since == 0:
+        if self.local_steps == self.strategy.warmup:
             self._weights.make_anchor()
             self._gradients.stop()
-        if since <= 0:
-            return
-        if self._round is not None and self.local_steps >= self._apply_at:
-            self._apply()
-        if since % strategy.period == 0:
-            self._begin_round(since // strategy.period % strategy.fragments)
-            self._apply_at = self.local_steps + strategy.delay
-            if strategy.delay == 0:
-                self._apply()
-
-    def _begin_round(self, fragment: int) -> None:
-        self._must_be_open()
-        strategy = self.strategy
-        anchor = 0 if self._compared else hashed(strategy.anchor.state_dict())
-        call = Call(self.local_steps, fragment, anchor)
-        self._round = Round(self._step, strategy, call, self._device)
-        if strategy.buffers == "mean":
-            self._round.submit_buffers(self._weights.buffers())
-        self._round.submit_weights(self._of(fragment), self._weights.parameters())
-
-    def _complete_round(self) -> None:
-        """Wait for the round. If it failed this raises, and no weight has changed on any rank."""
-        if isinstance(self._round, Round):
-            outcome, self._round = self._round.complete(self.strategy.agreed_buffers), None
-            if isinstance(outcome, BaseException):
-                raise outcome
-            self._round, self._compared = outcome, True
-
-    def _apply(self) -> None:
-        """Complete the round, and take over what the ranks have agreed on."""
-        self._complete_round()
-        completed, self._round = self._round, None
-        if not isinstance(completed, Completed):
-            return
-        if completed.outcome is State.SKIPPED:
-            self._go_back()
-            return
-        names = [name for bucket in self._of(completed.fragment) for name in bucket.names]
-        self._weights.take_over(names, 0.0 if completed.fragment == ALL else self.strategy.blend)
-        self._weights.show_agreed_buffers()
-
-    def _go_back(self) -> None:
-        """What some rank has learned is not finite: all ranks go back to the anchor."""
-        self._weights.show_agreed()
-        dropped = 0 if (optimizer := self._optimizer()) is None else drop_broken_state(optimizer)
-        log.warning("round %d: all ranks go back to the weights of the last round", self.step - 1)
-        if dropped:
-            log.warning("the optimizer's state of %d parameters is not finite: it is dropped", dropped)
-
-    def _of(self, fragment: int) -> list[WeightBucket]:
-        """The buckets of a fragment."""
-        chosen = self._fragments if fragment == ALL else [self._fragments[fragment]]
-        return [bucket for buckets in chosen for bucket in buckets]
+            if self.strategy.moments == "frozen":
+                self._rounds.freeze_moments()
+        if self.strategy.due(self.local_steps) is not None:
+            self._must_be_open()
+        self._rounds.after_step(self.strategy, self.local_steps)
 
     def finish(self) -> None:
         """Take a last round, of the whole model: all ranks then have the same weights. Collective."""
         self._must_be_open()
         self._must_not_show_agreed("finish")
-        self._apply()
+        self._rounds.apply(self.strategy)
         if self.local_steps >= self.strategy.warmup:
-            self._begin_round(ALL)
-            self._apply()
+            self._rounds.begin(self.strategy, self.local_steps)
+            self._rounds.apply(self.strategy)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -186,7 +137,7 @@ class LocalTraining(Session):
         if self.local_steps < self.strategy.warmup:  # all ranks have the same weights after every step
             yield
             return
-        self._complete_round()
+        self._rounds.complete(self.strategy)
         with self._weights.agreed_for_a_while():
             yield
 
@@ -227,7 +178,7 @@ class LocalTraining(Session):
             raise InvalidValue(
                 "swap takes what is inside of LocalSteps; for other options close(), then call local_steps"
             )
-        self._complete_round()
+        self._rounds.complete(self.strategy)
         super().swap(self.strategy.with_inner(given))
 
     def metrics(self) -> dict[str, float]:
@@ -262,7 +213,7 @@ class LocalTraining(Session):
         buffers and optimizer state. The schedule of the learning rate and the position in the data are yours
         to save. Otherwise as ``Attachment.save``."""
         self._must_not_show_agreed("save")
-        self._complete_round()
+        self._rounds.complete(self.strategy)
         super().save(path, timeout=timeout)
 
     def load(
@@ -271,25 +222,19 @@ class LocalTraining(Session):
         """Continue where ``save`` was called, bit for bit: it loads weights, buffers and optimizer too.
         Another number of ranks continues from the weights of the last round."""
         self._must_not_show_agreed("load")
-        self._complete_round()
+        self._rounds.complete(self.strategy)
         super().load(path, strict, timeout=timeout)
         self._take_loaded()
 
     def state_dict(self) -> dict[str, Any]:
-        self._complete_round()
+        self._rounds.complete(self.strategy)
         found = super().state_dict()
         return found | {"layout": [], "state": cloned(found["state"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._complete_round()
+        self._rounds.complete(self.strategy)
         super().load_state_dict(state)
         self._take_loaded()
-
-    def _position(self) -> Position:
-        pending = self._round
-        skipped = isinstance(pending, Completed) and pending.outcome is State.SKIPPED
-        fragment = None if pending is None else pending.fragment
-        return Position(self.local_steps, self._compared, self._apply_at, fragment, skipped)
 
     def _take_loaded(self) -> None:
         """All ranks have read and checked their states."""
@@ -297,10 +242,9 @@ class LocalTraining(Session):
         if not state:
             return
         position = Position.read(state["position"])
-        self.local_steps, self._apply_at = position.steps, position.apply_at
-        self._compared = position.compared
-        self._round = position.completed() if "weights" in state else None
+        self.local_steps = position.steps
         self._rank_state.load(state)
+        self._rounds.go_to(position, same_ranks="weights" in state)
         if self.local_steps >= self.strategy.warmup:
             self._gradients.stop()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidValue
+from ..feed.adam_moments import MARK, SECOND, frozen_states
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -96,25 +97,41 @@ def refuse_misfit(state: Mapping[str, Any], parameters: Parameters, optimizer: t
         for name, parameter in parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise InvalidValue(f"it has no weights for {name!r}; load it into the same model")
+            if not torch.isfinite(weights[name]).all():
+                raise InvalidValue(f"its weights of {name!r} are not finite; take an older checkpoint")
     if "optimizer" not in state:
         return
     if unknown := sorted(set(state["optimizer"].get("tensors", {})) - set(parameters)):
         raise InvalidValue(f"its optimizer trained {unknown[0]!r}, which this model does not have")
-    saved, groups = len(json.loads(state["optimizer"]["text"])["groups"]), len(optimizer.param_groups)
-    if saved != groups:
+    groups = json.loads(state["optimizer"]["text"])["groups"]
+    if len(groups) != len(optimizer.param_groups):
         raise InvalidValue(
-            f"its optimizer had {saved} parameter groups, this one has {groups}; make it as before"
+            f"its optimizer had {len(groups)} parameter groups, this one has "
+            f"{len(optimizer.param_groups)}; make it as before"
         )
+    _refuse_spoiled(state["optimizer"].get("tensors", {}), any(MARK in group for group in groups))
+
+
+def _refuse_spoiled(tensors: Mapping[str, Mapping[str, Tensor]], frozen: bool) -> None:
+    """Infinity in a frozen second moment is a mask: that element stays where it is."""
+    for name, kept in tensors.items():
+        for key, value in kept.items():
+            if value.isnan().any() or (value.isinf().any() and not (frozen and key in SECOND)):
+                raise InvalidValue(
+                    f"its optimizer state {key} of {name!r} is not finite; take an older checkpoint"
+                )
 
 
 @torch.no_grad()
 def drop_broken_state(optimizer: torch.optim.Optimizer) -> int:
     """Forget what the optimizer keeps for parameters whose state is not finite: it would spoil the weights
-    again. Returns their number."""
+    again. Returns their number. ``FrozenMoments`` takes care of frozen ones, in which infinity is a mask."""
+    frozen = {parameter for parameter, _ in frozen_states(optimizer)}
     broken = [
         parameter
         for parameter, state in optimizer.state.items()
-        if not all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+        if parameter not in frozen
+        and not all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
     ]
     for parameter in broken:
         del optimizer.state[parameter]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..core.bucket import Bucket
+from ..core.bucket import Bucket, Slot
 from ..core.collectives import Note, Payload, Request
 from ..core.events import Event
 from ..core.running import Driver, Running
-from ..core.strategy import Reduced, Strategy, check_world
+from ..core.strategy import Reduced, Strategy, check_world, named_states
 from ..errors import InvalidValue, WrongType
+from ..strategies.local_steps import LocalSteps
 from ..strategies.text import parse
 from .buckets import Shape, scope_sizes, slots_of, split
 
@@ -57,7 +59,7 @@ def dry_run(
     shapes: Mapping[str, Shape] | nn.Module,
     world: int,
     *,
-    step: int = 0,
+    step: int | None = None,
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int | None = None,
     node_size: int | None = None,
@@ -65,18 +67,25 @@ def dry_run(
     """The cost of one step of a strategy, for one rank of ``world``.
 
     ``shapes`` is ``{name: shape}`` or a module. ``step`` matters to schedules: a strategy may send something
-    else after its warm-up. The strategy itself does not change.
+    else after its warm-up. The default is the first step. The strategy itself does not change.
+
+    Of ``LocalSteps`` the default is a round of the whole model. ``step`` counts steps of the optimizer: in
+    the warm-up ``first`` is priced, then a round where one begins, and nothing in all other steps. A round
+    also sends 64 bytes per other rank to call the roll, and the buffers, which no dry run knows.
     """
     if isinstance(strategy, str):
         strategy = parse(strategy)
     if not isinstance(strategy, Strategy):
         raise WrongType(f"dry_run takes a strategy, got {type(strategy).__name__}")
-    if step < 0:
+    if step is not None and step < 0:
         raise InvalidValue(f"step={step} is before the first; use 0 or more")
-    strategy = copy.deepcopy(strategy)
+    strategy = _emptied(strategy)
     sizes = scope_sizes(world, node_size)
     check_world(strategy, world)
-    layouts = split(((slot, dtype) for slot in slots_of(shapes)), bucket_bytes)
+    slots = slots_of(shapes)
+    if isinstance(strategy, LocalSteps) and step is not None:
+        strategy, slots, step = _sent_in(strategy, slots, step)
+    layouts = split(((slot, dtype) for slot in slots), bucket_bytes)
     pricing = _Pricing(sizes)
     buckets: list[Running] = []
     raw_bytes = 0
@@ -84,12 +93,35 @@ def dry_run(
         flat = torch.empty(sum(slot.numel for slot in layout), dtype=dtype, device="meta")
         raw_bytes += flat.numel() * flat.element_size()
         bucket = Bucket(
-            flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
+            flat=flat, layout=layout, step=step or 0, rank=0, world=world, index=index,
             is_last=index == len(layouts) - 1, sizes=sizes,
         )  # fmt: skip
         buckets.append(Running(strategy, bucket, _ignore))
     pricing.drive(buckets)
     return StepCost(tuple(pricing.events), raw_bytes)
+
+
+def _emptied(strategy: Strategy) -> Strategy:
+    """A copy with empty states: those of a strategy at work have numbers, and a dry run has none."""
+    emptied = copy.deepcopy(strategy)
+    for leaf in named_states(emptied):
+        with contextlib.suppress(InvalidValue):  # a state that is never empty holds no tensors
+            leaf.state.load_state_dict({})
+    return emptied
+
+
+def _sent_in(
+    strategy: LocalSteps, slots: tuple[Slot, ...], step: int
+) -> tuple[Strategy, tuple[Slot, ...], int]:
+    """What runs in a step of local training, the parameters that travel, and the number of the round."""
+    if step < strategy.warmup:
+        return strategy.first, slots, step
+    fragment = strategy.due(step + 1)
+    if fragment is None:
+        return strategy, (), 0
+    names = set(strategy.dealt({slot.name: slot.numel for slot in slots})[fragment])
+    number = (step + 1 - strategy.warmup) // strategy.period - 1
+    return strategy, tuple(slot for slot in slots if slot.name in names), number
 
 
 class _Pricing(Driver[Running]):

@@ -1,11 +1,11 @@
-"""What several strategies refuse: things that are not codecs, and sparse gradients."""
+"""What several strategies refuse: things that are not codecs, sparse gradients, memory in a warm-up."""
 
 from __future__ import annotations
 
 from ..codecs.base import Codec
 from ..core.bucket import Bucket
-from ..core.strategy import Strategy
-from ..errors import WrongType
+from ..core.strategy import Strategy, named_states
+from ..errors import InvalidValue, WrongType
 
 
 def check_codec(codec: object, strategy: str) -> None:
@@ -26,4 +26,13 @@ def refuse_sparse(bucket: Bucket, strategy: str) -> None:
         raise WrongType(
             f"{strategy} cannot encode the sparse gradient of {name!r}; give it a strategy of its own with "
             f"Route({{{name!r}: Mean()}}, otherwise={strategy}(...)), or use a dense embedding"
+        )
+
+
+def refuse_memory_in_warm_up(first: Strategy) -> None:
+    """Refuse a strategy of a warm-up whose memory would stay behind."""
+    if (leaf := next(named_states(first), None)) is not None:
+        raise InvalidValue(
+            f"the strategy of the warm-up keeps {leaf.owner}, which nobody would send after it; use one "
+            "without memory: Mean() or Sharded(Int8())"
         )

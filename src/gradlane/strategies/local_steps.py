@@ -14,14 +14,16 @@ from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.numbers import is_number, is_whole
 from ..core.strategy import Reduced, Strategy
-from ..errors import InvalidValue
+from ..errors import InvalidValue, WrongType
 from ..kernels.finite import all_finite
-from .checks import refuse_sparse
+from .checks import refuse_memory_in_warm_up, refuse_sparse
 from .local_state import LocalState
+from .mean import Mean
 from .nesting import check_wrapped
 from .sampling import sample_of
 
 Buffers = Literal["mean", "own"]
+Moments = Literal["own", "frozen"]
 
 
 @dataclass
@@ -37,6 +39,7 @@ class LocalSteps(Strategy):
 
     So ``LocalSteps(Mean())`` averages the weights, and any other strategy compresses, weighs or filters what
     the ranks have learned. Give it to ``local_steps``, which explains the options; ``attach`` refuses it.
+    ``first`` reduces the gradients of the warm-up, and is not part of a round.
 
     The anchor is in fp32 where the weights are narrower, which makes fp32 masters of them. With the copy that
     undoes a failed round, it takes two copies of the weights.
@@ -46,10 +49,12 @@ class LocalSteps(Strategy):
     inner: Strategy
     every: int = 16
     warmup: int = 0
+    first: Strategy = field(default_factory=Mean)
     fragments: int = 1
     delay: int = 0
     blend: float = 0.0
     buffers: Buffers = "mean"
+    moments: Moments = "own"
     anchor: Memory = field(init=False, default_factory=lambda: Memory(torch.float32, shared=True))
     agreed_buffers: Memory = field(init=False, default_factory=lambda: Memory(shared=True, any_shape=True))
     local: LocalState = field(init=False, default_factory=LocalState)
@@ -73,14 +78,27 @@ class LocalSteps(Strategy):
             )
         if not is_number(self.blend) or not 0 <= self.blend < 1:
             raise InvalidValue(f"blend={self.blend!r} is not possible; use a number from 0 to below 1")
-        if self.buffers not in get_args(Buffers):
-            raise InvalidValue(f"buffers={self.buffers!r} is not known; use 'mean' or 'own'")
+        for name, known in (("buffers", get_args(Buffers)), ("moments", get_args(Moments))):
+            if getattr(self, name) not in known:
+                ways = " or ".join(map(repr, known))
+                raise InvalidValue(f"{name}={getattr(self, name)!r} is not known; use {ways}")
+        self._check_warm_up()
+
+    def _check_warm_up(self) -> None:
+        if not isinstance(self.first, Strategy):
+            raise WrongType(f"first={self.first!r} is not a strategy; write Sharded(Int8()), say")
+        refuse_memory_in_warm_up(self.first)
+        if self.warmup == 0 and self.first != Mean():
+            raise InvalidValue("first= is the strategy of the warm-up, and warmup is 0; set warmup= too")
+        if self.warmup == 0 and self.moments == "frozen":
+            raise InvalidValue(
+                "moments='frozen' keeps the second moment of Adam as it is after the warm-up, and warmup is "
+                "0; use a tenth of the training, warmup=60 say"
+            )
 
     def with_inner(self, inner: Strategy) -> LocalSteps:
         """The same options, anchor and position, with another strategy inside."""
-        made = LocalSteps(
-            inner, self.every, self.warmup, self.fragments, self.delay, self.blend, self.buffers
-        )
+        made = replace(self, inner=inner)
         made.anchor, made.agreed_buffers, made.local = self.anchor, self.agreed_buffers, self.local
         return made
 
@@ -88,6 +106,23 @@ class LocalSteps(Strategy):
     def period(self) -> int:
         """Steps between two rounds: each takes one fragment."""
         return self.every // self.fragments
+
+    def due(self, steps: int) -> int | None:
+        """The fragment whose round begins after so many steps of the optimizer; None if no round does."""
+        since = steps - self.warmup
+        return since // self.period % self.fragments if since > 0 and since % self.period == 0 else None
+
+    def dealt(self, sizes: Mapping[str, int]) -> list[list[str]]:
+        """The parameters of each fragment. The largest are dealt out first, each to the fragment that is
+        smallest so far, so that fragments are of like size; within one, the order is the model's."""
+        members: list[list[str]] = [[] for _ in range(self.fragments)]
+        totals = [0] * self.fragments
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            smallest = totals.index(min(totals))
+            members[smallest].append(name)
+            totals[smallest] += sizes[name]
+        place = {name: number for number, name in enumerate(sizes)}
+        return [sorted(names, key=place.__getitem__) for names in members]
 
     def refuses_inside(self, part: Strategy) -> str | None:
         if isinstance(part, LocalSteps):
@@ -100,6 +135,8 @@ class LocalSteps(Strategy):
         return None
 
     def refuses_around(self, wrapper: Strategy) -> str | None:
+        if isinstance(wrapper, LocalSteps):
+            return None  # it says so itself
         name = type(wrapper).__name__
         return (
             f"{name}(LocalSteps(...)): LocalSteps takes weights, not gradients, and must be the outermost; "
