@@ -91,12 +91,15 @@ class LocalTraining(Session):
         self._apply_at = 0
         self._compared = False  # the anchor, over all ranks
         strategy.anchor.load_state_dict(anchor_of(trained))
+        strategy.agreed_buffers.load_state_dict({})  # an earlier training may have left some
         super().__init__(
             model, module, checked, self._device, strategy, settings, doing="local_steps",
             must_agree={"bucket_mb": bucket_mb, "inside": inside},
         )  # fmt: skip
         local, own = strategy.local, weakref.ref(self)  # the strategy must not keep this object
-        self._rank_state = rank_state = RankState(self._weights, optimizer)
+        self._rank_state = rank_state = RankState(
+            self._weights, optimizer, weakly(self._scaler, default=None)
+        )
         local.collect = lambda: {} if (me := own()) is None else rank_state.collect(me._position())
         local.refuse = rank_state.refuse
         self._counter = StepCounter(
@@ -151,7 +154,9 @@ class LocalTraining(Session):
     def _complete_round(self) -> None:
         """Wait for the round. If it failed this raises, and no weight has changed on any rank."""
         if isinstance(self._round, Round):
-            outcome, self._round = self._round.complete(self.strategy.agreed_buffers), None
+            with torch.inference_mode(False):  # an evaluation may have asked; training writes to what is kept
+                outcome = self._round.complete(self.strategy.agreed_buffers)
+            self._round = None
             if isinstance(outcome, BaseException):
                 raise outcome
             self._round, self._compared = outcome, True
@@ -226,6 +231,14 @@ class LocalTraining(Session):
 
     def _next_layout(self) -> list[list[str]]:
         return []  # buckets follow from the options
+
+    def stop_gradients(self) -> None:
+        """Switch DDP's exchange off again if this is a local step. A framework may have switched it on."""
+        if self.local_steps >= self.strategy.warmup:
+            self._gradients.stop()
+
+    def _scaler(self) -> Scaler | None:
+        return self._counter.scaler
 
     @property
     def scaler(self) -> Scaler | None:
@@ -317,8 +330,7 @@ class LocalTraining(Session):
         self._round = position.completed() if "weights" in state else None
         self._rank_state.load(state)
         self._moments.forget()
-        if self.local_steps >= self.strategy.warmup:
-            self._gradients.stop()
+        self.stop_gradients()
 
     def _must_not_show_agreed(self, doing: str) -> None:
         if self._weights.showing_agreed:
