@@ -139,6 +139,65 @@ def test_optimizing_by_hand_in_lightning_stays_local(tmp_path):
         assert_by_hand(here, wanted)
 
 
+def lightning_again(rank, folder):
+    """Two fits of a module, with a checkpoint that it saves while it validates; then one that raises."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from gradlane.integrations.lightning import GradientComm
+
+    from .lightning_runs import Module, trainer
+
+    found = {}
+    for strategy in (ROUND, ONE_BIT):
+        module, comm = Module(), GradientComm(strategy)
+        module.configure_optimizers = lambda m=module, s=strategy: runs.optimizer_of(m, s)
+        run = trainer(comm, num_sanity_val_steps=0)
+        path = folder / f"{strategy[:5]}.ckpt"
+        module.on_validation_epoch_end = lambda r=run, p=path: r.save_checkpoint(p)
+        ends = []
+        for epochs in (1, 2):
+            run.fit_loop.max_epochs = epochs
+            run.fit(module, batches_of(rank), batches_of(rank))
+            norm = comm.attachment.metrics()["comm/residual_norm"]
+            ends.append((runs.weights_of(module), comm.attachment.metrics().get("local/steps"), norm))
+        saved = torch.load(path, weights_only=True)
+        found[strategy] = ends, runs.flat(saved["state_dict"]), saved["callbacks"]["GradientComm"]
+    module, comm = Module(), GradientComm(ROUND)
+    module.on_train_batch_end = lambda outputs, batch, index: 1 / (index < 4)  # on all ranks, after step 5
+    saver = ModelCheckpoint(folder, "raised", save_on_exception=True)
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer(comm, saver).fit(module, batches_of(rank))
+    torch.distributed.barrier()
+    saved = torch.load(folder / "raised.ckpt", weights_only=True)
+    found["raised"] = (
+        runs.weights_of(module),
+        runs.flat(saved["state_dict"]),
+        saved["callbacks"]["GradientComm"],
+    )
+    return found, getattr(caught.value, "__notes__", [])
+
+
+def test_a_second_fit_in_lightning_and_one_that_raises(tmp_path):
+    installed(*RUNS["lightning"])
+    (one, notes), (two, _) = ranks(lightning_again, tmp_path)
+    for strategy in (ROUND, ONE_BIT):
+        (ends, deployed, position), (others, *_) = one[strategy], two[strategy]
+        for (weights, steps, norm), (other, *_) in zip(ends, others, strict=True):
+            assert torch.equal(weights, other)
+            assert steps == (STEPS if strategy == ROUND else None)  # it counts from 0, with a new optimizer
+            assert norm > 0
+        assert not torch.equal(ends[0][0], ends[1][0])
+        if strategy == ROUND:
+            assert position == {"step": 2, "local_steps": STEPS}
+        assert deployed.isfinite().all()
+    (own, deployed, position), (other, *_) = one["raised"], two["raised"]
+    assert not torch.equal(own, other)  # no last round
+    assert not torch.equal(deployed, own)  # the weights of the last one are in the file
+    assert position == {"step": 1, "local_steps": 5}
+    assert notes == []
+    assert len(list((tmp_path / "raised.ckpt.gradlane").iterdir())) == 3
+
+
 def of_one(run, folder):
     heard = []
     logging.getLogger("gradlane").addFilter(lambda record: heard.append(record.getMessage()) or True)
