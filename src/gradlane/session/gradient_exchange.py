@@ -34,8 +34,8 @@ class GradientExchange:
         self._session.reduce()
 
     def stop(self) -> None:
-        """In local training nobody needs the mean, and DDP's broadcast would undo each rank's buffers. Again
-        if somebody has switched them on."""
+        """In local training nobody needs the mean, and DDP's broadcast would undo each rank's buffers. Call
+        it again if a framework has switched them on."""
         ddp = None if self._ddp is None else self._ddp()
         if ddp is not None:
             if self._ddp_settings is None:

@@ -238,7 +238,8 @@ class LocalTraining(Session):
             self._gradients.stop()
 
     def _scaler(self) -> Scaler | None:
-        return self._counter.scaler
+        """For checkpoints, which may be saved after ``close``."""
+        return self.settings.scaler if self._counter.scaler is None else self._counter.scaler
 
     @property
     def scaler(self) -> Scaler | None:
