@@ -22,6 +22,7 @@ from .freeze import freeze_moments
 from .lane.one_rank import OneRank
 from .less_often import local_steps
 from .session.base import Session
+from .session.one_process import warn_of_one_process
 from .settings import ScaledOptions
 from .strategies.as_strategy import as_strategy
 from .strategies.local_steps import LocalSteps
@@ -36,7 +37,7 @@ Attach = Callable[[Strategy], Session]
 
 
 def needs_optimizer(strategy: Strategy) -> bool:
-    return isinstance(strategy, LocalSteps) or _sends_momentum(strategy)
+    return isinstance(strategy, LocalSteps) or sends_momentum(strategy)
 
 
 def attach_with_optimizer(
@@ -56,6 +57,8 @@ def attach_with_optimizer(
     alone = not isinstance(model, DistributedDataParallel)
     if isinstance(strategy, LocalSteps):
         trained_by = checked_optimizer(optimizer)
+        if alone:
+            warn_of_one_process()
         return local_steps(model, trained_by, strategy, group=OneRank() if alone else None, **options)
 
     def attached(reducing: Strategy) -> Session:
@@ -63,12 +66,13 @@ def attach_with_optimizer(
             return attach_alone(reducing)
         return attach(model, reducing, **options)  # type: ignore[arg-type]  # it refuses other models
 
-    if isinstance(strategy, After) and _sends_momentum(strategy):
+    if isinstance(strategy, After) and sends_momentum(strategy):
         return _frozen_later(checked_optimizer(optimizer), strategy, attached)
     return attached(strategy)
 
 
-def _sends_momentum(strategy: Strategy) -> bool:
+def sends_momentum(strategy: Strategy) -> bool:
+    """Whether it is 1-bit Adam: gradients first, then momentum."""
     return isinstance(strategy, After) and isinstance(strategy.then, SharedMomentum)
 
 

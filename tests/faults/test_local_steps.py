@@ -1,5 +1,6 @@
 """What goes wrong in local steps, and what becomes of it: on all ranks, without a trace."""
 
+import json
 import math
 import os
 import signal
@@ -266,3 +267,33 @@ def test_calls_that_make_no_sense_say_what_does():
         assert len(messages) == len(expected), messages
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def scale_of(rank, text):
+    """What a checkpoint with another state of the scaler leads to."""
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with gl.local_steps(model, optimizer, "Mean()", every=2, scaler=scaler) as local:
+        scaler.scale(model(data(rank, 0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = local.state_dict()
+        assert json.loads(state["state"]["local"]["scaler"])["scale"] == 64.0
+        if text is not None:
+            state["state"]["local"]["scaler"] = text
+        scaler.update(2.0)
+        try:
+            local.load_state_dict(state)
+        except gl.InvalidValue as error:
+            return str(error)[:40], scaler.get_scale()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"scale": "x"}', '{"scale": NaN}', '{"scale": -1}', "3"])
+def test_a_damaged_scale_is_refused(text):
+    assert run_ranks(scale_of, 2, text) == [("its state of the GradScaler is damaged: "[:40], 2.0)] * 2
+
+
+def test_a_checkpoint_has_the_scale_of_each_rank():
+    assert run_ranks(scale_of, 2, None) == [64.0, 64.0]

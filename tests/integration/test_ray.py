@@ -1,6 +1,7 @@
 """A real local Ray with two workers, which Ray restarts once; with one, and with three."""
 
 import logging
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlane.errors import InvalidValue, WrongState, WrongType
 from gradlane.integrations.ray import attach_ray, report
 
+from . import optimizer_runs as runs
 from .launched import (
     BAD,
     FILES,
@@ -27,6 +29,7 @@ from .launched import (
     files_in,
     loss_of,
     optimizer_of,
+    ranks,
     reference,
     weights_of,
 )
@@ -35,6 +38,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns of many things th
 
 
 WORLDS = (1, 2, 3)
+WITH_OPTIMIZER = (
+    "LocalSteps(Nesterov(ErrorFeedback(Sharded(Int4()))), every=3)",
+    "After(5, SharedMomentum(ErrorFeedback(Sharded(Sign()))), Sharded(Int8()))",
+)
+
+
+@cache
+def by_hand(strategy):
+    return ranks(runs.by_hand, 2, strategy, 2)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +54,8 @@ def local_ray():
     reference(epochs=2)  # forks, which it must do before Ray has threads here
     for world in WORLDS:
         reference(world=world, without=BAD)
+    for strategy in WITH_OPTIMIZER:
+        by_hand(strategy)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
@@ -106,6 +120,53 @@ def test_a_run_that_ray_restarts_is_the_run_that_never_stopped(local_ray, tmp_pa
     assert result.metrics["comm/steps"] == STEPS  # of this life
 
 
+def with_optimizer(config):
+    """As ``two_epochs``, with a strategy that works with the optimizer."""
+    rank, strategy = ray.train.get_context().get_world_rank(), config["strategy"]
+    module = Model()
+    model = ray.train.torch.prepare_model(module)
+    optimizer = runs.optimizer_of(module, strategy)
+    first = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            weights, state, first = torch.load(f"{folder}/model.pt")
+        module.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    seen = runs.Seen()
+    with attach_ray(model, strategy, optimizer=optimizer) as attachment:
+        for epoch in range(first, 2):
+            for index, batch in enumerate(batches_of(rank)):
+                if (first, epoch, index, rank) == (0, 1, 3, 1):
+                    raise OSError("this worker is lost")
+                loss = loss_of(model, batch)
+                seen.losses.append(loss.item())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            def save(folder, epoch=epoch):
+                seen.deployed.append(runs.weights_of(module))
+                torch.save((module.state_dict(), optimizer.state_dict(), epoch + 1), folder / "model.pt")
+
+            report(attachment, {}, save=save)
+            with attachment.agreed():
+                seen.evaluated.append(runs.weights_of(module))
+    torch.save(vars(seen.end(module, optimizer, attachment)), config["folder"] / f"rank{rank}.pt")
+
+
+@pytest.mark.parametrize("strategy", WITH_OPTIMIZER)
+def test_local_steps_and_1_bit_adam_are_the_loop_by_hand(strategy, local_ray, tmp_path):
+    fit(with_optimizer, tmp_path, "restarted", strategy=strategy)
+    for rank, wanted in enumerate(by_hand(strategy)):
+        seen = runs.Seen(**torch.load(tmp_path / f"rank{rank}.pt"))
+        assert seen.losses == wanted.losses[STEPS:]
+        assert torch.equal(seen.weights, wanted.weights)
+        assert torch.equal(seen.evaluated[0], wanted.evaluated[1])
+        assert all(map(torch.equal, seen.deployed, seen.evaluated))
+        assert seen.betas == wanted.betas
+
+
 def unlucky(config):
     """The last rank has a batch that is not finite. One worker has no DDP."""
     context = ray.train.get_context()
@@ -153,6 +214,7 @@ def refused(config):
     message(WrongType, Model(), MEMORY)
     model = ray.train.torch.prepare_model(Model())
     assert isinstance(model, DistributedDataParallel)
+    message(InvalidValue, model, WITH_OPTIMIZER[0])
     attachment = attach_ray(model, MEMORY, resume=False)
     message(WrongState, model, MEMORY)
     attachment.close()
@@ -170,8 +232,9 @@ def refused(config):
 def test_what_cannot_work_is_refused_with_a_way_out(local_ray, tmp_path):
     fit(refused, tmp_path, "refused")
     for rank in range(2):
-        unprepared, twice, no_folder = torch.load(tmp_path / f"refused{rank}.pt")
+        unprepared, no_optimizer, twice, no_folder = torch.load(tmp_path / f"refused{rank}.pt")
         assert "model = ray.train.torch.prepare_model(model) first" in unprepared
+        assert "write attach_ray(model, strategy, optimizer=optimizer)" in no_optimizer
         assert "swap" in twice
         assert "no manifest.json" in no_folder
         assert "attach_ray(..., resume=False)" in no_folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,12 @@ from torch import Tensor
 
 from ..errors import NonFinite
 from ..torch_internals import write_count
+
+
+def closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``optimizer.step`` was called with a closure, as its hooks see the arguments. Accelerate passes
+    ``None``."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 class ClosureStep:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import InvalidValue, WrongState, WrongType
 from ..torch_internals import current_backward, steps_in_backward
 from .loss_scale import Scaler
+from .optimizer_closures import closure_in
 
 
 class StepCounter:
@@ -38,7 +39,7 @@ class StepCounter:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (counter := own()) is not None:
-                counter._begin(len(args) > 1 or kwargs.get("closure") is not None)
+                counter._begin(closure_in(args, kwargs))
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (counter := own()) is not None and not counter._in_scaler:

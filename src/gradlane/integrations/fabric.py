@@ -13,29 +13,35 @@ from lightning.fabric.wrappers import _FabricModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.strategy import Strategy
-from ..ddp import attach
 from ..errors import WrongType
 from ..session import Session
 from ..session.one_process import OneProcess
 from ..settings import Options
+from ..strategies.as_strategy import as_strategy
 from ..torch_internals import uncompiled
 from .ddp_only import needs_ddp
 from .one_process import reduce_after_backward
+from .with_optimizer import attach_for
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+GIVE = "attach_fabric(fabric, module, strategy, optimizer=optimizer)"
 
 
 def attach_fabric(
     fabric: Fabric,
     module: object,
     strategy: Strategy | str,
+    *,
+    optimizer: object | None = None,
     **options: Unpack[Options],
 ) -> Session:
     """``gradlane.attach`` for a module that ``fabric.setup`` has returned; the options are the same.
 
     The scaler is that of Fabric's precision. With one device and no DDP the strategy runs on one rank, at the
-    end of ``fabric.backward``.
+    end of ``fabric.backward``. ``LocalSteps(...)`` and 1-bit Adam need ``optimizer``, as ``fabric.setup`` has
+    returned it.
     """
     if not isinstance(module, _FabricModule):
         raise WrongType(
@@ -45,14 +51,20 @@ def attach_fabric(
     inner = module._forward_module
     model = uncompiled(inner)  # a compiled module holds the one that has the gradients
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    if isinstance(model, DistributedDataParallel):
-        return attach(model, strategy, scaler=scaler, **options)
-    if not isinstance(fabric.strategy, SingleDeviceStrategy):
+    if not isinstance(model, DistributedDataParallel) and not isinstance(
+        fabric.strategy, SingleDeviceStrategy
+    ):
         raise WrongType(needs_ddp("Fabric", type(fabric.strategy).__name__))
-    session = OneProcess(model, strategy, scaler=scaler, **options)
-    accumulating = _Accumulating(fabric, module)
-    reduce_after_backward(fabric, session, lambda: not accumulating.now)
-    return session
+
+    def alone(strategy: Strategy) -> Session:
+        session = OneProcess(model, strategy, scaler=scaler, **options)
+        accumulating = _Accumulating(fabric, module)
+        reduce_after_backward(fabric, session, lambda: not accumulating.now)
+        return session
+
+    return attach_for(
+        model, as_strategy(strategy), optimizer, attach_alone=alone, give=GIVE, scaler=scaler, **options
+    )  # fmt: skip
 
 
 class _Accumulating:

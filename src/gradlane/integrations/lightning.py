@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,27 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.strategy import Strategy
-from ..ddp import attach
 from ..errors import InvalidValue, WrongState, WrongType
 from ..session import Session
+from ..session.local_training import LocalTraining
 from ..session.one_process import OneProcess
 from ..settings import Options, Settings
 from ..strategies.as_strategy import as_strategy
 from ..strategies.ledgers import follow, reset_state
+from ..with_optimizer import needs_optimizer, sends_momentum
+from .agreed_weights import AgreedWeights
 from .ddp_only import needs_ddp
 from .fabric import attach_fabric
-from .lightning_checkpoints import START_EMPTY, folder_beside, local_path, write_folders_beside
+from .lightning_checkpoints import (
+    START_EMPTY,
+    folder_beside,
+    local_path,
+    warn_of_remote_checkpoints,
+    write_folders_beside,
+)
+from .lightning_optimizer import only_optimizer
 from .resume import load_from
+from .with_optimizer import attach_for, in_words, position_of, steps_of
 
 __all__ = ["GradientComm", "attach_fabric"]
 
@@ -37,6 +46,11 @@ class GradientComm(Callback):
     ``fit(ckpt_path=...)`` reads it, and ``ModelCheckpoint`` deletes it with its checkpoint. A second ``fit``
     of the same module keeps the memory, as it keeps the module's weights. The scaler is that of the trainer's
     precision. With one device and no DDP the strategy runs on one rank.
+
+    ``LocalSteps(...)`` and 1-bit Adam work with the module's one optimizer. With local steps validation, and
+    the weights in ``x.ckpt``, are those that all ranks agreed on; the folder beside it has each rank's own.
+    Training ends with a last round. Lightning makes a new optimizer in each ``fit``, so in a second one these
+    two count their steps from 0.
 
     Args:
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``.
@@ -60,12 +74,14 @@ class GradientComm(Callback):
         Settings(**options)  # wrong options raise here, not when training starts
         self._options = options
         self.failure: BaseException | None = None
+        self.agreed = AgreedWeights()
+        self.in_training = False
         self._log_every = log_every
         self._resume = resume
         self._fresh = self.strategy.state_dict()
         self._module: weakref.ref[LightningModule] | None = None  # the module of the last fit
         self._logged = 0  # the step of the last metrics that were logged
-        self._saved_at: int | None = None  # the step of the checkpoint to resume from
+        self._saved_at: dict[str, int] | None = None  # the position of the checkpoint to resume from
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -81,12 +97,14 @@ class GradientComm(Callback):
         write_folders_beside(strategy, self)
         self._saved_at = None
         self.failure = None
+        self.in_training = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _warn_of_remote_checkpoints(trainer)
+        warn_of_remote_checkpoints(trainer)
         before = self.attachment
         same_module = before is not None and self._module is not None and self._module() is pl_module
-        if before is not None and same_module:
+        momentum = sends_momentum(self._original)  # of an optimizer that is there no more
+        if before is not None and same_module and not momentum:
             self.strategy = before.strategy  # a swap may have replaced it
         else:
             follow(self.strategy if before is None else before.strategy, self._original)
@@ -96,17 +114,40 @@ class GradientComm(Callback):
         self._module = weakref.ref(pl_module)
         if trainer.ckpt_path and self._resume:
             self._load(attachment, trainer.ckpt_path)
-        elif before is not None and same_module:
+        elif before is not None and same_module and not needs_optimizer(self.strategy):
             attachment.load_state_dict(before.state_dict())
-        self._logged = attachment.step
+        self._logged = steps_of(attachment)
+        self.in_training = True
 
     def _attached(self, trainer: Trainer) -> Session:
-        model = trainer.strategy.model
-        if isinstance(model, DistributedDataParallel):
-            return attach(model, self.strategy, scaler=trainer.scaler, **self._options)
-        if model is None or not isinstance(trainer.strategy, SingleDeviceStrategy):
+        model, scaler = trainer.strategy.model, trainer.scaler
+        ddp = isinstance(model, DistributedDataParallel)
+        if model is None or not (ddp or isinstance(trainer.strategy, SingleDeviceStrategy)):
             raise WrongType(needs_ddp("Trainer", type(trainer.strategy).__name__))
-        return OneProcess(model, self.strategy, scaler=trainer.scaler, **self._options)
+        module = model
+        return attach_for(
+            model, self.strategy, only_optimizer(trainer, self.strategy), give="configure_optimizers",
+            attach_alone=lambda strategy: OneProcess(module, strategy, scaler=scaler, **self._options),
+            scaler=scaler, **self._options,
+        )  # fmt: skip
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # In manual optimization Lightning switches DDP's exchange on after every batch.
+        if isinstance(self.attachment, LocalTraining):
+            self.attachment.stop_gradients()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.agreed.show(self.attachment)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.agreed.hide()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.attachment is not None
+        self.attachment.finish()
+        self.in_training = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(self.attachment, OneProcess):
@@ -121,17 +162,17 @@ class GradientComm(Callback):
             )
         folder = folder_beside(path.resolve())  # a link has its folder where the checkpoint is
         load_from(attachment, folder, start_empty=START_EMPTY)
-        if self._saved_at is not None and attachment.step != self._saved_at:
+        if self._saved_at is not None and self._saved_at != (position := position_of(attachment)):
             raise InvalidValue(
-                f"{folder} is of step {attachment.step}, the checkpoint of step {self._saved_at}: a run was "
-                f"cut off between the two; take another, or start with an empty memory: {START_EMPTY}"
+                f"{folder} is of {in_words(position)}, the checkpoint of {in_words(self._saved_at)}: a run "
+                f"was cut off between the two; take another, or start with an empty memory: {START_EMPTY}"
             )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.attachment is not None
-        step = self.attachment.step
+        step = steps_of(self.attachment)
         if step == self._logged or step % (self._log_every or trainer.log_every_n_steps or 1):
             return
         self._logged = step
@@ -145,6 +186,7 @@ class GradientComm(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.failure = exception
+        self.agreed.hide()
         self._close()  # Lightning calls no teardown of callbacks then
 
     def _close(self) -> None:
@@ -152,19 +194,8 @@ class GradientComm(Callback):
             self.attachment.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Goes into the checkpoint file, on rank 0: the step only, to compare with the folder."""
-        return {} if self.attachment is None else {"step": self.attachment.step}
+        """Goes into the checkpoint file, on rank 0: the position only, to compare with the folder."""
+        return {} if self.attachment is None else position_of(self.attachment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved_at = state_dict["step"]
-
-
-def _warn_of_remote_checkpoints(trainer: Trainer) -> None:
-    for callback in trainer.checkpoint_callbacks:
-        path = getattr(callback, "dirpath", None)
-        if path and local_path(path) is None:
-            warnings.warn(
-                f"checkpoints go to {path}, and the memory of each rank to file systems only: it will not be "
-                f"saved; to resume, use {START_EMPTY}",
-                stacklevel=2,
-            )
+        self._saved_at = dict(state_dict)

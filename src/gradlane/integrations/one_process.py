@@ -8,24 +8,34 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..core.strategy import Strategy
-from ..ddp import attach
 from ..session import Session
 from ..session.one_process import OneProcess
 from ..settings import Options
+from .with_optimizer import attach_for
 
 MARK = "_gradlane_one_process"
 
 
-def attached(accelerator: Any, model: nn.Module, strategy: Strategy | str, options: Options) -> Session:
+def attached(
+    accelerator: Any,
+    model: nn.Module,
+    strategy: Strategy,
+    optimizer: object | None,
+    *,
+    give: str,
+    options: Options,
+) -> Session:
     """Attach to the DDP model of an Accelerator, or to the plain model of a single process."""
-    if isinstance(model, DistributedDataParallel):
-        return attach(model, strategy, scaler=accelerator.scaler, **options)
-    session = OneProcess(model, strategy, scaler=accelerator.scaler, **options)
-    reduce_after_backward(accelerator, session, lambda: bool(accelerator.sync_gradients))
-    return session
+    scaler = accelerator.scaler
+
+    def alone(strategy: Strategy) -> Session:
+        session = OneProcess(model, strategy, scaler=scaler, **options)
+        reduce_after_backward(accelerator, session, lambda: bool(accelerator.sync_gradients))
+        return session
+
+    return attach_for(model, strategy, optimizer, attach_alone=alone, give=give, scaler=scaler, **options)
 
 
 def reduce_after_backward(owner: Any, session: OneProcess, synced: Callable[[], bool]) -> None:

@@ -19,14 +19,21 @@ from ..settings import Options, Settings
 from ..strategies.as_strategy import as_strategy
 from ..strategies.ledgers import follow, reset_state
 from ..torch_internals import uncompiled
+from ..with_optimizer import needs_optimizer
+from .agreed_weights import AgreedWeights
 from .one_process import attached
 from .resume import load_from
+from .with_optimizer import forget_state, warn_of_clipping
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FOLDER = "gradlane"  # in each checkpoint
-SHOWN = ("comm/bytes_wire", "comm/ratio", "comm/seconds", "comm/exposed_seconds", "comm/residual_norm")
+SHOWN = (
+    "comm/bytes_wire", "comm/ratio", "comm/seconds", "comm/exposed_seconds", "comm/residual_norm",
+    "local/rounds", "local/ratio", "local/drift",
+)  # fmt: skip
+GIVE = "Trainer(..., optimizers=(optimizer, None))"
 
 
 def attach_trainer(
@@ -44,6 +51,12 @@ def attach_trainer(
     ``train(resume_from_checkpoint=...)`` loads it. The scaler is the Trainer's own. In one process, without
     DDP, the strategy runs on one rank. A second ``train()`` starts with empty residuals, but the privacy
     ledger of a ``Private`` keeps counting.
+
+    ``LocalSteps(...)`` and 1-bit Adam work with the Trainer's optimizer. With local steps ``evaluate``,
+    ``predict`` and ``save_model``, and so the model in a checkpoint, have the weights that all ranks agreed
+    on; the folder ``gradlane`` has those of each rank. Training ends with a last round, before
+    ``load_best_model_at_end`` loads a checkpoint. A second ``train()`` also starts with an empty optimizer
+    state.
 
     Args:
         trainer: a ``transformers.Trainer`` under torchrun or accelerate launch.
@@ -67,10 +80,15 @@ def attach_trainer(
             "or more processes: torchrun --nproc-per-node 2 train.py"
         )
     Settings(**options)  # wrong options raise here, not when training starts
-    callback = GradientComm(trainer, as_strategy(strategy), options, metrics, resume)
+    chosen = as_strategy(strategy)
+    callback = GradientComm(trainer, chosen, options, metrics, resume)
     # First of all: those that report what is logged must find the metrics there.
     trainer.callback_handler.callbacks.insert(0, callback)
     trainer.train = callback.around(trainer.train)
+    if chosen.takes == "weights":
+        for name in ("evaluate", "predict", "save_model"):
+            setattr(trainer, name, callback.with_agreed_weights(getattr(trainer, name)))
+        trainer._load_best_model = callback.after_last_round(trainer._load_best_model)
     return callback
 
 
@@ -93,6 +111,7 @@ class GradientComm(TrainerCallback):
         self._metrics = metrics
         self._resume = resume
         self._checkpoint: Path | None = None  # to resume from
+        self._agreed = AgreedWeights()
 
     def around(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``train``: its argument says where to resume, and no callback is called if it raises."""
@@ -110,6 +129,19 @@ class GradientComm(TrainerCallback):
 
         return watched
 
+    def with_agreed_weights(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self._agreed.during(call, lambda: self.attachment)
+
+    def after_last_round(self, load: Callable[[], None]) -> Callable[[], None]:
+        """Wrap what loads the best checkpoint. If it finds no file, all ranks have the same weights too."""
+
+        @wraps(load)
+        def watched() -> None:
+            self._finish()
+            load()
+
+        return watched
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -122,13 +154,24 @@ class GradientComm(TrainerCallback):
                 f"gradlane works on DDP models, and the Trainer made a {type(model).__name__}; use it "
                 "without FSDP, DeepSpeed and tensor parallelism"
             )
+        strategy, optimizer = self._strategy, self._trainer.optimizer
         if self.attachment is not None:
-            follow(self.attachment.strategy, self._strategy)  # it may have been swapped
-        reset_state(self._strategy, self._fresh)  # a second train() counts from 0 too
-        self.attachment = attached(self._trainer.accelerator, model, self._strategy, self._options)
+            follow(self.attachment.strategy, strategy)  # it may have been swapped
+            if needs_optimizer(strategy) and self._checkpoint is None:
+                forget_state(optimizer)
+        reset_state(strategy, self._fresh)  # a second train() counts from 0 too
+        warn_of_clipping(strategy, "max_grad_norm", args.max_grad_norm)
+        self.attachment = attached(
+            self._trainer.accelerator, model, strategy, optimizer, give=GIVE, options=self._options
+        )
         if self._checkpoint is not None and self._resume:
             start_empty = "attach_trainer(..., resume=False)"
             load_from(self.attachment, self._checkpoint / FOLDER, start_empty=start_empty)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._finish()
 
     def on_log(
         self,
@@ -154,6 +197,11 @@ class GradientComm(TrainerCallback):
             return
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self.attachment.save(checkpoint / FOLDER)
+
+    def _finish(self) -> None:
+        if self.attachment is not None and self.attachment.is_open:
+            self.attachment.finish()
+            self._close()
 
     def _close(self) -> None:
         if self.attachment is not None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -239,6 +239,17 @@ class Session(ABC):
         strategy is refused. ``load`` can do more."""
         self._must_be_open()
         self._state.load_state_dict(self.strategy, state)
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """``with attachment.agreed(): evaluate(model)``: the model has the weights that all ranks agreed on.
+        Only in local steps do the ranks have others of their own."""
+        yield
+
+    def finish(self) -> None:
+        """Bring the weights of all ranks together at the end of training. Collective. Only local steps leave
+        anything to do."""
+        self._must_be_open()
 
     def works_with(self, state: object) -> bool:
         """Whether this very state of a strategy is in use here."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..core.memory import Memory
 from ..errors import GradlaneError, WrongState
 from ..feed.adam_moments import BETA2, MARK, freeze, is_moved, moments, momentum, thaw
+from ..feed.optimizer_closures import closure_in
 from ..log import log
 from ..strategies.schedule import After
 from ..strategies.shared_momentum import SharedMomentum
@@ -110,7 +111,7 @@ class Freezing:
         _check_groups(optimizer)
         if self._strategy.refresh is None:
             return
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if closure_in(args, kwargs):
             raise WrongState(
                 "optimizer.step(closure) runs backward when it is too late to tell whether this step is a "
                 "refresh; run backward before optimizer.step(), or leave out refresh="

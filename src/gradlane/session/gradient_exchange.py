@@ -34,10 +34,12 @@ class GradientExchange:
         self._session.reduce()
 
     def stop(self) -> None:
-        """In local training nobody needs the mean, and DDP's broadcast would undo each rank's buffers."""
+        """In local training nobody needs the mean, and DDP's broadcast would undo each rank's buffers. Call
+        it again if a framework has switched them on."""
         ddp = None if self._ddp is None else self._ddp()
-        if ddp is not None and self._ddp_settings is None:
-            self._ddp_settings = ddp.require_backward_grad_sync, ddp.broadcast_buffers
+        if ddp is not None:
+            if self._ddp_settings is None:
+                self._ddp_settings = ddp.require_backward_grad_sync, ddp.broadcast_buffers
             ddp.broadcast_buffers = False
             ddp.require_backward_grad_sync &= self._keep
         if not self._keep:

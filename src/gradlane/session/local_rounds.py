@@ -65,7 +65,9 @@ class LocalRounds:
     def complete(self, strategy: LocalSteps) -> None:
         """Wait for the round. If it failed this raises, and no weight has changed on any rank."""
         if isinstance(self._current, Round):
-            outcome, self._current = self._current.complete(strategy.agreed_buffers), None
+            with torch.inference_mode(False):  # an evaluation may have asked; training writes to what is kept
+                outcome = self._current.complete(strategy.agreed_buffers)
+            self._current = None
             if isinstance(outcome, BaseException):
                 raise outcome
             self._current, self._compared = outcome, True

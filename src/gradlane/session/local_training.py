@@ -81,6 +81,7 @@ class LocalTraining(Session):
         self._dense_bytes = sum(p.numel() * p.element_size() for p in trained.values())
         device = one_device(trained)
         strategy.anchor.load_state_dict(anchor_of(trained))
+        strategy.agreed_buffers.load_state_dict({})  # an earlier training may have left some
         super().__init__(
             model, module, checked, device, strategy, settings, doing="local_steps",
             must_agree={"bucket_mb": bucket_mb, "inside": inside},
@@ -88,7 +89,9 @@ class LocalTraining(Session):
         fragments = fragments_of(trained, strategy, bytes_of(bucket_mb))
         self._rounds = LocalRounds(self._step, self._weights, fragments, optimizer, device)
         local, own = strategy.local, weakref.ref(self)  # the strategy must not keep this object
-        self._rank_state = rank_state = RankState(self._weights, optimizer)
+        self._rank_state = rank_state = RankState(
+            self._weights, optimizer, weakly(self._scaler, default=None)
+        )
         local.collect = lambda: (
             {} if (me := own()) is None else rank_state.collect(me._rounds.position(me.local_steps))
         )
@@ -162,6 +165,15 @@ class LocalTraining(Session):
 
     def _next_layout(self) -> list[list[str]]:
         return []  # buckets follow from the options
+
+    def stop_gradients(self) -> None:
+        """Switch DDP's exchange off again if this is a local step. A framework may have switched it on."""
+        if self.local_steps >= self.strategy.warmup:
+            self._gradients.stop()
+
+    def _scaler(self) -> Scaler | None:
+        """For checkpoints, which may be saved after ``close``."""
+        return self.settings.scaler if self._counter.scaler is None else self._counter.scaler
 
     @property
     def scaler(self) -> Scaler | None:
@@ -245,8 +257,7 @@ class LocalTraining(Session):
         self.local_steps = position.steps
         self._rank_state.load(state)
         self._rounds.go_to(position, same_ranks="weights" in state)
-        if self.local_steps >= self.strategy.warmup:
-            self._gradients.stop()
+        self.stop_gradients()
 
     def _must_not_show_agreed(self, doing: str) -> None:
         if self._weights.showing_agreed:

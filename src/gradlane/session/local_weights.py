@@ -68,9 +68,10 @@ class LocalWeights:
 
     @contextmanager
     def agreed_for_a_while(self) -> Iterator[None]:
-        tensors = [*(p.detach() for p in self.parameters().values()), *self.buffers().values()]
-        own = [tensor.clone() for tensor in tensors]
-        self.show_agreed()
+        with torch.inference_mode(False):  # the block may end outside of the mode in which it began
+            tensors = [*(p.detach() for p in self.parameters().values()), *self.buffers().values()]
+            own = [tensor.clone() for tensor in tensors]
+            self.show_agreed()
         self.showing_agreed = True
         try:
             yield

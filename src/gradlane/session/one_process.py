@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def warn_of_one_process() -> None:
+    log.warning("one process: nothing is sent. For more: torchrun --nproc-per-node 2, or two devices")
+
+
 class OneProcess(OwnLoop):
     """A strategy at work on the plain module of a framework that has started one process.
 
@@ -41,7 +45,7 @@ class OneProcess(OwnLoop):
                 own._new_gradient = True
 
         self._handles = _on_gradients(model, on_gradient)
-        log.warning("one process: nothing is sent. For more: torchrun --nproc-per-node 2, or two devices")
+        warn_of_one_process()
 
     def backward_ended(self, *, synced: bool = True) -> None:
         """Reduce the new gradients, as DDP does in its own backward; not in the middle of an accumulation."""
