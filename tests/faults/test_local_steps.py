@@ -142,6 +142,30 @@ def test_ranks_go_back_when_one_has_learned_something_not_finite():
     assert run_ranks(not_finite, 3) == [(True, 1, True, True)] * 3
 
 
+def diverging(rank, nonfinite):
+    """NaN in every step of rank 1."""
+    model = build(Small)
+    optimizer = sgd(model.parameters())
+    with gl.local_steps(model, optimizer, "Mean()", every=1, nonfinite=nonfinite):
+        for step in range(20):
+            optimizer.zero_grad()
+            model(data(rank, step) * (math.nan if rank == 1 else 1.0)).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "message"),
+    [
+        ("skip", "round 10: the agreed weight of buffers and 6 more is not finite, after 10 skipped rounds"),
+        ("raise", "round 0: the agreed weight of buffers and 6 more is not finite; memory is as before"),
+    ],
+)
+def test_messages_speak_of_rounds_and_weights(nonfinite, message):
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(diverging, 3, nonfinite)
+    assert str(caught.value).count(f"NonFinite: {message}") == 3, str(caught.value)
+
+
 def overflowing(rank, warmup, told):
     """torch's own scaler; rank 1 overflows in steps 1 and 5, rank 2 in step 7."""
     model = build(Small)

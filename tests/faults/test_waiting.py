@@ -15,6 +15,7 @@ import gradlane as gl
 from gradlane import compat
 from gradlane.agree.limits import limit_of_group, torch_default_timeout
 from gradlane.integrations import lightning_checkpoints
+from gradlane.integrations.agreed_weights import AgreedWeights
 from gradlane.local import run_ranks
 
 from ..support.training import build, data
@@ -181,7 +182,7 @@ class Fit:
     """What Lightning's callback is for a checkpoint, after an exception."""
 
     def __init__(self, attachment, failure):
-        self.attachment, self.failure = attachment, failure
+        self.attachment, self.failure, self.agreed = attachment, failure, AgreedWeights()
 
 
 def save_after_an_exception(rank, folder):

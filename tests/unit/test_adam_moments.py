@@ -199,3 +199,21 @@ def test_a_second_moment_that_float16_cannot_hold_is_refused():
     optimizer.state[weight]["exp_avg_sq"].fill_(1000.0)  # 1e6 without its bias correction
     with pytest.raises(gl.InvalidValue, match=r"larger than torch\.float16 can hold"):
         gl.freeze_moments(optimizer)
+
+
+def test_noise_in_the_momentum_of_an_element_without_gradient_does_not_move_it_in_a_refresh():
+    """One bit gives such an element the magnitude of its block; divided by eps it was a step of 1e5."""
+    weights = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([weights], lr=0.01)
+    for _ in range(3):
+        weights.grad = torch.tensor([1.0, -2.0, 3.0, 0.0])
+        optimizer.step()
+    freeze(optimizer, move=True)
+    thaw(optimizer, lambda p: torch.full((4,), 0.1))
+    before = weights.detach().clone()
+    optimizer.step()
+    moved = (weights.detach() - before).abs()
+    assert moved[3] == 0
+    assert 0 < moved[:3].min() <= moved[:3].max() < 0.02
+    freeze(optimizer, move=True)
+    assert momentum(optimizer.param_groups[0], optimizer.state[weights])[3] == 0

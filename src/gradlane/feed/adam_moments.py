@@ -118,6 +118,8 @@ def thaw(optimizer: Optimizer, momentum_of: Callable[[Tensor], Tensor | None]) -
             momentum = momentum_of(p)
             if momentum is not None:
                 _real(state["exp_avg"]).copy_(-momentum if group["maximize"] else momentum)
+            # Where no gradient has ever been, a compressed momentum is noise, and v is 0 again: lr m / eps.
+            _real(state["exp_avg"]).masked_fill_(_real(state["exp_avg_sq"]).isinf(), 0.0)
             state["exp_avg"].mul_(1 - beta1**steps)
             for v in _second(state):
                 v.masked_fill_(v.isinf(), 0.0).mul_(1 - beta2**steps)

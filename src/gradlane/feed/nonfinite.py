@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ..core.bucket import Bucket
 from ..core.strategy import Strategy, Undoable, is_undoable, named_states
@@ -14,6 +14,20 @@ from .optimizer_hooks import OptimizerHooks
 Policy = Literal["skip", "raise", "propagate"]
 MAX_SKIPS = 10  # in a row; training that skips more has diverged
 CHECK_OWN = 100  # steps after a skip in which each rank checks its own gradients too
+
+
+class Words(NamedTuple):
+    """How messages call a step, what a rank gives, and what comes back."""
+
+    step: str
+    given: str
+    answer: str
+
+
+WORDS = {
+    "gradients": Words("step", "gradient", "mean gradient"),
+    "weights": Words("round", "weight", "agreed weight"),
+}
 
 
 def checked_policy(nonfinite: str) -> Policy:
@@ -32,13 +46,20 @@ class NonFinitePolicy:
     - "propagate": no rank checks, as with plain DDP.
     """
 
-    def __init__(self, policy: Policy, check: FiniteCheck, optimizers: OptimizerHooks | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        check: FiniteCheck,
+        optimizers: OptimizerHooks | None = None,
+        words: Words = WORDS["gradients"],
+    ) -> None:
         self.check_own_until = 0
         """Up to this step each rank checks its own gradients (``check_own``)."""
         self._policy = policy
         self._check = check
         self._check.on = policy != "propagate"
         self._optimizers = optimizers
+        self._words = words
         self._step = 0
         self._skips_in_a_row = 0
         self._states: list[Undoable] = []
@@ -56,7 +77,8 @@ class NonFinitePolicy:
     def check_own(self, bucket: Bucket) -> None:
         """Log whose gradient is not finite: the mean shows the parameter, but not the rank."""
         if names := names_not_finite(bucket):
-            log.warning("step %d: on rank %d %s", bucket.step, bucket.rank, _describe("gradient", names))
+            what = _describe(self._words.given, names)
+            log.warning("%s %d: on rank %d %s", self._words.step, bucket.step, bucket.rank, what)
 
     def end_step(self, *, failed: bool) -> tuple[bool, NonFinite | None]:
         """Keep or undo what the step wrote: whether it is skipped, and the error to raise on all ranks."""
@@ -77,20 +99,20 @@ class NonFinitePolicy:
         carried = self._check.agreed == CARRIED
         self._skips_in_a_row += not carried
         self.check_own_until = self._step + CHECK_OWN
-        what = _describe("mean gradient", names)
+        what, step = _describe(self._words.answer, names), self._words.step
         if self._policy == "raise":
             return NonFinite(
-                f"step {self._step}: {what}; memory is as before the step. Lower the learning rate, clip, or "
-                "go on without such steps: nonfinite='skip'"
+                f"{step} {self._step}: {what}; memory is as before the {step}. Lower the learning rate, "
+                f"clip, or go on without such {step}s: nonfinite='skip'"
             )
         if carried:
             what += "; it was added to that of a skipped step, which zero_grad() has not cleared"
         elif self._skips_in_a_row > MAX_SKIPS:
             return NonFinite(
-                f"step {self._step}: {what}, after {MAX_SKIPS} skipped steps in a row, the most allowed: "
+                f"{step} {self._step}: {what}, after {MAX_SKIPS} skipped {step}s in a row, the most allowed: "
                 "training has diverged; go back to a checkpoint, with a lower learning rate or clipping"
             )
-        log.warning("step %d is skipped on all ranks: %s", self._step, what)
+        log.warning("%s %d is skipped on all ranks: %s", step, self._step, what)
         return None
 
 

@@ -6,10 +6,10 @@ import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..core.unsaved_state import unsaved_state
 from ..errors import GradlaneError, WrongState
 from ..feed.drift import DriftCheck
 from ..feed.loss_scale import Scaler, checked_scaler
-from ..feed.nonfinite import NonFinitePolicy
+from ..feed.nonfinite import WORDS, NonFinitePolicy
 from ..feed.optimizer_hooks import OptimizerHooks
 from ..feed.step import State, Step
 from ..lane.base import Lane
@@ -40,12 +40,13 @@ from .opening import objection_to, open_for
 from .registry import register, unregister
 from .state import SessionState
 from .swap import SwapAgreement, move_states
-from .weak_calls import weakly
 
 if TYPE_CHECKING:
     from .freezing import Freezing
 
 Self = TypeVar("Self", bound="Session")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Session(ABC):
@@ -97,7 +98,9 @@ class Session(ABC):
             self._ledger,
             rank=opened.rank,
             sizes=opened.sizes,
-            policy=NonFinitePolicy(settings.nonfinite, opened.lane.check, self._optimizers),
+            policy=NonFinitePolicy(
+                settings.nonfinite, opened.lane.check, self._optimizers, WORDS[self.gives]
+            ),
             scaler=self._loss_scaler(),
             drift=self._drift_check(opened),
         )
@@ -309,6 +312,16 @@ class Session(ABC):
     def _must_be_between_steps(self, doing: str) -> None:
         if self._step.state is State.BEGUN:
             raise WrongState(f"{doing} in the middle of a step; call it between two steps")
+
+
+def weakly(method: Callable[P, T], default: T) -> Callable[P, T]:
+    """Calls a method of an object without keeping the object; ``default`` when it is collected."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return default if (bound := found()) is None else bound(*args, **kwargs)
+
+    return call
 
 
 def _model_collected(session: weakref.ref[Session], lane: Lane) -> None:

@@ -31,14 +31,13 @@ from ..settings import Settings
 from ..strategies.as_strategy import as_strategy
 from ..strategies.local_steps import LocalSteps
 from ..torch_internals import uncompiled
-from .base import Session
+from .base import Session, weakly
 from .gradient_exchange import GradientExchange
 from .local_figures import local_figures
 from .local_position import Position
 from .local_rounds import LocalRounds
 from .local_weights import LocalWeights, anchor_of
 from .rank_state import RankState, cloned
-from .weak_calls import weakly
 
 
 class LocalTraining(Session):
