@@ -302,7 +302,7 @@ def other_manifest(damage):
         lambda: document.update(parameters=3),
         lambda: document.update(layout=[["no.such.parameter"]]),
         lambda: document.update(layout=[[3]]),
-        lambda: document.update(layout=[document["layout"][0], document["layout"][0]]),
+        lambda: document.update(layout=[[document["parameters"][0][0]]] * 2),
         lambda: document.pop("layout"),
         lambda: document.update(more="of a later version"),
     ]  # fmt: skip
