@@ -95,7 +95,7 @@ def refuse_misfit(state: Mapping[str, Any], parameters: Parameters, optimizer: t
     weights = state.get("weights")
     if weights is not None:
         for name, parameter in parameters.items():
-            if name not in weights or weights[name].shape != parameter.shape:
+            if name not in weights or not _alike(weights[name], parameter):
                 raise InvalidValue(f"it has no weights for {name!r}; load it into the same model")
             if not torch.isfinite(weights[name]).all():
                 raise InvalidValue(f"its weights of {name!r} are not finite; take an older checkpoint")
@@ -109,13 +109,42 @@ def refuse_misfit(state: Mapping[str, Any], parameters: Parameters, optimizer: t
             f"its optimizer had {len(groups)} parameter groups, this one has "
             f"{len(optimizer.param_groups)}; make it as before"
         )
-    _refuse_spoiled(state["optimizer"].get("tensors", {}), any(MARK in group for group in groups))
+    frozen = any(MARK in group for group in groups)
+    _refuse_spoiled(state["optimizer"].get("tensors", {}), parameters, frozen)
 
 
-def _refuse_spoiled(tensors: Mapping[str, Mapping[str, Tensor]], frozen: bool) -> None:
+def refuse_buffers(saved: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in saved.items():
+        if name not in buffers or not _alike(buffer, buffers[name]):
+            raise InvalidValue(f"its buffer {name!r} is not one of this model; load it into the same model")
+
+
+def _alike(saved: object, own: Tensor) -> bool:
+    return isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
+
+
+def _belongs_to(value: object, parameter: Tensor) -> bool:
+    """Whether an optimizer may keep it for this parameter: a counter, or a value for each element, row or
+    column, in the parameter's dtype or a wider one."""
+    if not isinstance(value, Tensor):
+        return False
+    if value.dim() == 0 and value.dtype in (torch.float32, torch.float64, torch.int64):
+        return True
+    if value.dtype not in (parameter.dtype, torch.float32, torch.float64):
+        return False
+    return value.dim() == parameter.dim() and all(
+        size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=True)
+    )
+
+
+def _refuse_spoiled(
+    tensors: Mapping[str, Mapping[str, Tensor]], parameters: Parameters, frozen: bool
+) -> None:
     """Infinity in a frozen second moment is a mask: that element stays where it is."""
     for name, kept in tensors.items():
         for key, value in kept.items():
+            if not _belongs_to(value, parameters[name]):
+                raise InvalidValue(f"its optimizer state {key} does not fit {name!r}; use another checkpoint")
             if value.isnan().any() or (value.isinf().any() and not (frozen and key in SECOND)):
                 raise InvalidValue(
                     f"its optimizer state {key} of {name!r} is not finite; take an older checkpoint"

@@ -16,7 +16,7 @@ from ..core.numbers import is_number
 from ..errors import InvalidValue
 from .local_position import Position
 from .local_weights import LocalWeights
-from .optimizer_state import load_optimizer, optimizer_state, refuse_misfit
+from .optimizer_state import load_optimizer, optimizer_state, refuse_buffers, refuse_misfit
 
 
 class RankState:
@@ -53,6 +53,7 @@ class RankState:
         if state and (optimizer := self._optimizer()) is not None:
             Position.read(state["position"])
             _refuse_scale(state.get("scaler", "{}"))
+            refuse_buffers(state.get("buffers", {}), self._weights.buffers())
             refuse_misfit(state, self._weights.parameters(), optimizer)
 
     def load(self, state: Mapping[str, Any]) -> None:
