@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +79,28 @@ def dry_run(
         raise WrongType(f"dry_run takes a strategy, got {type(strategy).__name__}")
     if step is not None and step < 0:
         raise InvalidValue(f"step={step} is before the first; use 0 or more")
-    strategy = _emptied(strategy)
-    sizes = scope_sizes(world, node_size)
-    check_world(strategy, world)
     slots = slots_of(shapes)
     if isinstance(strategy, LocalSteps) and step is not None:
         strategy, slots, step = _sent_in(strategy, slots, step)
+    return price(
+        strategy, slots, world, step=step or 0, dtype=dtype, bucket_bytes=bucket_bytes, node_size=node_size
+    )
+
+
+def price(
+    strategy: Strategy,
+    slots: Sequence[Slot],
+    world: int,
+    *,
+    step: int,
+    dtype: torch.dtype = torch.float32,
+    bucket_bytes: int | None = None,
+    node_size: int | None = None,
+) -> StepCost:
+    """The cost of one call of the strategy for these parameters; of ``LocalSteps``, of a round."""
+    strategy = _emptied(strategy)
+    sizes = scope_sizes(world, node_size)
+    check_world(strategy, world)
     layouts = split(((slot, dtype) for slot in slots), bucket_bytes)
     pricing = _Pricing(sizes)
     buckets: list[Running] = []
@@ -93,7 +109,7 @@ def dry_run(
         flat = torch.empty(sum(slot.numel for slot in layout), dtype=dtype, device="meta")
         raw_bytes += flat.numel() * flat.element_size()
         bucket = Bucket(
-            flat=flat, layout=layout, step=step or 0, rank=0, world=world, index=index,
+            flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
             is_last=index == len(layouts) - 1, sizes=sizes,
         )  # fmt: skip
         buckets.append(Running(strategy, bucket, _ignore))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
 from ..strategies.text import describe, parse
+from .buckets import slots_of
 from .case import HALF, Case, first_difference
-from .dryrun import dry_run
+from .dryrun import price
 from .state_laws import (
     a_resumed_run_is_the_same,
     all_state_is_saved,
@@ -52,7 +53,7 @@ def a_dry_run_asks_for_the_same(case: Case) -> Iterator[str]:
             ranks.events.clear()
             case.run(ranks, step, step + 1)
             node = ranks.sizes["node"]
-            cost = dry_run(case.strategy, case.shapes, world, step=step, node_size=node)
+            cost = price(case.strategy, slots_of(case.shapes), world, step=step, node_size=node)
             if list(cost.events) != ranks.events:
                 yield (
                     f"world={world}, step {step}: the dry run asks for {[e.kind for e in cost.events]} of "
