@@ -71,7 +71,12 @@ class Version:
     """The two ranks of one version, each on its host."""
 
     def __init__(self, python: str, folder: str, host: Callable[[int], dict]) -> None:
-        command = [python, str(Path(__file__).resolve()), "--store", str(Path(folder) / "store")]
+        command = [
+            str(Path(python).absolute()),
+            str(Path(__file__).resolve()),
+            "--store",
+            str(Path(folder) / "store"),
+        ]
         self._ranks = [
             subprocess.Popen(
                 [*command, "--rank", str(rank)],
