@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.bucket import Bucket, as_layout
 from ..core.parts import Parts, part_name, part_shape, parts_of
 from ..core.scopes import ALONE, Scopes
-from ..core.strategy import Reduced, Strategy
+from ..core.strategy import Reduced, Strategy, named_states
 from ..core.subworld import in_scope, within
 from ..core.world_change import Expected, OneField, Slots
 from ..errors import InvalidValue, WrongType
@@ -135,7 +135,8 @@ class Hierarchical(Strategy):
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """What each old node has is joined from its ranks' parts, and cut anew."""
         place, count = self._part()
-        nodes = Recut(OneField(saved, "cross"), self._slots, place, count)
+        shared = [leaf.path for leaf in named_states(self.cross) if getattr(leaf.state, "shared", False)]
+        nodes = Recut(OneField(saved, "cross"), self._slots, shared, place, count)
         number, now = self._scopes.places["cross"], self._scopes.sizes["cross"]
         if now == 1 and any(nodes):
             raise InvalidValue(

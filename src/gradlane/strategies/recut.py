@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -20,11 +20,14 @@ class Recut(Sequence[State]):
     """One state for each old node: what its ranks saved, joined, and cut to one of ``count`` parts.
 
     Files are read when a node is accessed, and only those of the node's ranks, if nodes were made of
-    successive ranks.
+    successive ranks. What is ``shared``, by its path, is equal in all nodes; where it cannot be cut, as the
+    factors of a low rank, it begins anew.
     """
 
-    def __init__(self, saved: Sequence[State], slots: Slots, place: int, count: int) -> None:
-        self._saved, self._slots = saved, slots
+    def __init__(
+        self, saved: Sequence[State], slots: Slots, shared: Container[tuple[str, ...]], place: int, count: int
+    ) -> None:
+        self._saved, self._slots, self._shared = saved, slots, shared
         self._place, self._count = place, count
         self._old_count = part_of(saved[0])[1]
         self._nodes: list[list[int]] | None = None
@@ -57,40 +60,46 @@ class Recut(Sequence[State]):
             self._nodes = [list(ranks) for ranks in zip(*by_place, strict=True)]
         return self._nodes[node]
 
-    def _joined(self, states: Sequence[State]) -> Iterator[tuple[str, Any]]:
+    def _joined(self, states: Sequence[State], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         for key, first in states[0].items():
             if isinstance(first, Mapping):
-                yield key, dict(self._joined([state.get(key, {}) for state in states]))
+                inside = [state.get(key, {}) for state in states]
+                yield key, dict(self._joined(inside, (*path, key)))
                 continue
-            slot = PART.sub("", key)
-            parts = [state.get(part_name(slot, place, self._old_count)) for place, state in enumerate(states)]
-            if self._old_count == 1:
-                parts = [first]
-            yield (
-                (part_name(slot, self._place, self._count) if self._count > 1 else slot),
-                self._cut(slot, parts),
-            )
+            name = PART.sub("", key)
+            if name == key and name not in self._slots:  # nothing of a parameter's, so nothing to cut
+                yield key, first
+                continue
+            parts = [
+                state.get(self._name(name, place, self._old_count)) for place, state in enumerate(states)
+            ]
+            if self._are_parts(name, parts):
+                yield self._name(name, self._place, self._count), self._cut(self._slots[name].shape, parts)
+            elif path not in self._shared:
+                raise InvalidValue(
+                    f"the state of {name!r} is not a part of a parameter that could be cut anew for "
+                    f"{self._count} ranks per node; go on with {self._old_count}, or leave it out "
+                    "(strict=False)"
+                )
 
-    def _cut(self, name: str, parts: Sequence[Any]) -> Tensor:
+    @staticmethod
+    def _name(parameter: str, place: int, count: int) -> str:
+        return parameter if count == 1 else part_name(parameter, place, count)
+
+    def _are_parts(self, name: str, parts: Sequence[object]) -> bool:
         slot = self._slots.get(name)
-        old = (
-            None
-            if slot is None
-            else slot.shape
-            if self._old_count == 1
-            else part_shape(slot.shape, self._old_count)
-        )
-        if slot is None or any(not isinstance(part, Tensor) or part.shape != old for part in parts):
-            raise InvalidValue(
-                f"the state of {name!r} is not a part of a parameter that could be cut anew for "
-                f"{self._count} ranks per node; go on with {self._old_count}, or leave it out (strict=False)"
-            )
-        whole = torch.cat([part.reshape(-1) for part in parts])[: slot.shape.numel()]
-        if self._count == 1:
-            return whole.view(slot.shape)
-        shape = part_shape(slot.shape, self._count)
-        piece = whole[self._place * shape.numel() : (self._place + 1) * shape.numel()]
-        return torch.cat([piece, piece.new_zeros(shape.numel() - piece.numel())]).view(shape)
+        shape = None if slot is None else _shape(slot.shape, self._old_count)
+        return all(isinstance(part, Tensor) and part.shape == shape for part in parts)
+
+    def _cut(self, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([part.reshape(-1) for part in parts])[: shape.numel()]
+        part = _shape(shape, self._count)
+        piece = whole[self._place * part.numel() : (self._place + 1) * part.numel()]
+        return torch.cat([piece, piece.new_zeros(part.numel() - piece.numel())]).view(part)
+
+
+def _shape(shape: torch.Size, count: int) -> torch.Size:
+    return shape if count == 1 else part_shape(shape, count)
 
 
 def part_of(state: State) -> tuple[int, int]:
