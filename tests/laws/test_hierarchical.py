@@ -40,8 +40,12 @@ def residual(ranks, node_size):
     for first in range(0, ranks.world, node_size):
         states = [own.cross.memory.state_dict() for own in ranks.strategies[first : first + node_size]]
         parts = parts_of(layout, node_size)
-        flats = [torch.cat([state.get(slot.name, torch.zeros(slot.shape)).reshape(-1) for slot in parts.layout(place)])
-                 for place, state in enumerate(states)]  # fmt: skip
+        flats = [
+            torch.cat(
+                [state.get(slot.name, torch.zeros(slot.shape)).reshape(-1) for slot in parts.layout(place)]
+            )
+            for place, state in enumerate(states)
+        ]
         total += node_size * parts.join([flat.double() for flat in flats], torch.empty_like(total))
     return {slot.name: view.clone() for slot, view in layout.views(total)}
 

@@ -70,7 +70,7 @@ class Recut(Sequence[State]):
             if name == key and name not in self._slots:  # nothing of a parameter's, so nothing to cut
                 yield key, first
                 continue
-            parts = [
+            parts: list[Any] = [
                 state.get(self._name(name, place, self._old_count)) for place, state in enumerate(states)
             ]
             if self._are_parts(name, parts):
