@@ -52,12 +52,12 @@ def joined(rank, active):
     """Rank 0 runs out of data first."""
     ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
     gradients = []
-    with gl.attach(ddp, gl.Hierarchical(gl.Mean()), **NODES) if active else nullcontext():
-        with ddp.join(divide_by_initial_world_size=False):
-            for step in range(2 if rank == 0 else 4):
-                ddp.zero_grad()
-                ddp(data(rank, step)).backward()
-                gradients.append(flat([p.grad for p in ddp.parameters() if p.requires_grad]))
+    work = gl.attach(ddp, gl.Hierarchical(gl.Mean()), **NODES) if active else nullcontext()
+    with work, ddp.join(divide_by_initial_world_size=False):
+        for step in range(2 if rank == 0 else 4):
+            ddp.zero_grad()
+            ddp(data(rank, step)).backward()
+            gradients.append(flat([p.grad for p in ddp.parameters() if p.requires_grad]))
     return gradients
 
 
