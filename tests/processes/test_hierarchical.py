@@ -7,11 +7,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradlane as gl
+from gradlane.core.scopes import scopes_of
+from gradlane.lane.nodes import scope_groups
+from gradlane.lane.stream import StreamLane
 from gradlane.local import run_ranks
+from gradlane.telemetry.ledger import Ledger
 
 from ..faults.faulty import MOMENTS, Broken, Faulty, Point
 from ..support.catalogue import STRATEGIES
@@ -216,3 +222,63 @@ def unequal(rank):
 
 def test_nodes_of_different_sizes_are_refused_by_all_ranks():
     assert run_ranks(unequal, 3) == [True] * 3
+
+
+def on_streams(rank, names):
+    """The lane for NCCL, on groups of Gloo: its requests, its groups and their order are the same."""
+    nodes = [[0, 1], [2, 3]]
+    scopes = scopes_of(rank, nodes)
+    groups = scope_groups(dist.group.WORLD, nodes, scopes, 20.0)
+    assert [groups[over].size() for over in ("world", "node", "cross")] == [4, 2, 2]
+    lane = StreamLane(groups, torch.device("cpu"), Ledger())
+    found = []
+    for name in names:
+        strategy = STRATEGIES[name]()
+        strategy.enter(scopes, {})
+        given = gradients_of(rank)
+        bucket = gl.Bucket(
+            flat=torch.cat([grad.reshape(-1) for grad in given.values()]),
+            layout=tuple(gl.Slot(key, grad.shape) for key, grad in given.items()),
+            step=0, rank=rank, world=4, sizes=scopes.sizes, places=scopes.places,
+        )  # fmt: skip
+        found.append(lane.submit(strategy, bucket, raises=True).wait())
+        assert lane.take_failure() is None
+    return found
+
+
+def gradients_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return {"w": torch.randn(24, 8, generator=generator), "b": torch.randn(7, generator=generator)}
+
+
+def test_the_lane_for_nccl_asks_the_groups_of_each_scope():
+    everyone = run_ranks(on_streams, 4, NAMES)
+    for number, name in enumerate(NAMES):
+        ranks = gl.Simulation(STRATEGIES[name](), world=4, node_size=2)
+        answer = ranks.step([gradients_of(rank) for rank in range(4)])
+        for rank, found in enumerate(everyone):
+            simulated = torch.cat([grad.reshape(-1) for grad in answer[rank].values()])
+            torch.testing.assert_close(found[number], simulated, rtol=1e-6, atol=1e-7)
+
+
+def test_attach_makes_the_groups_of_nccl():
+    """No GPU here: only the control flow, with a group that pretends to be four."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        events = []
+        ddp = DistributedDataParallel(build(), bucket_cap_mb=0.004)
+        with gl.attach(ddp, INT4, observer=events.append, ranks_per_node=2) as attachment:
+            ddp(data(0, 0)).backward()
+            assert attachment.metrics()["comm/steps"] == 1
+        assert {(event.kind, event.over) for event in events} == {
+            ("reduce_scatter", "node"),
+            ("all_gather", "cross"),
+            ("all_gather", "node"),
+        }
+        with gl.attach(ddp, "Mean()", ranks_per_node=2) as attachment:
+            with pytest.raises(gl.InvalidValue, match="attach it from the start"):
+                attachment.swap(INT4)
+            ddp(data(0, 1)).backward()
+        del ddp, attachment
+    finally:
+        dist.destroy_process_group()

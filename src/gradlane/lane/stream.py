@@ -87,8 +87,12 @@ class StreamLane(Driver[Job]):
         self._event = replace(event, timing=timing)
         return answer
 
+    @property
+    def has_nodes(self) -> bool:
+        return len(self._groups) > 1 or self._groups["world"].size() == 1
+
     def _group(self, over: Scope) -> Any:
-        if over not in self._groups and self._groups["world"].size() > 1:
+        if over not in self._groups and not self.has_nodes:
             raise InvalidValue(
                 f"over={over!r} has no process group; a strategy that asks for it says uses_nodes = True, "
                 "and its groups are made when it is attached"

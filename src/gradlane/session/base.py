@@ -37,7 +37,7 @@ from ..strategies.route import warn_of_unmatched
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
 from ..torch_internals import current_backward
-from .opening import objection_to, open_for
+from .opening import objection_to, open_for, refuse_missing_groups
 from .registry import register, unregister
 from .state import SessionState
 from .swap import SwapAgreement, move_states
@@ -195,7 +195,10 @@ class Session(ABC):
         against = (
             against
             or objection_to(strategy, self._module(), self.gives, self._ownership)
-            or objection(lambda: strategy.enter(self._scopes, slots))
+            or objection(
+                lambda: strategy.enter(self._scopes, slots),
+                lambda: refuse_missing_groups(strategy, self._step.lane),
+            )
         )
         self._swap_agreement.agree(self.step, strategy, against, doing, also or {})
         warn_of_unmatched(strategy, self._parameter_names())

@@ -17,6 +17,7 @@ from ..core.ownership import Ownership
 from ..core.strategy import Strategy, parts
 from ..core.unsaved_state import refuse_unsaved_state
 from ..errors import GradlaneError, InvalidValue
+from ..lane.base import Lane
 from ..lane.open import Opened, open_lane
 from ..settings import Settings
 from ..strategies.text import describe
@@ -75,6 +76,16 @@ def objection_to(
         lambda: refuse_unsaved_state(strategy),
         lambda: refuse_foreign(strategy, model, ownership),
     )
+
+
+def refuse_missing_groups(strategy: Strategy, lane: Lane) -> None:
+    """On NCCL, groups for nodes are made when a strategy that needs them is attached."""
+    nodes = [part for part in parts(strategy) if part.uses_nodes]
+    if nodes and not lane.has_nodes:
+        raise InvalidValue(
+            f"{type(nodes[0]).__name__} needs process groups for nodes, and this attachment has none; attach "
+            "it from the start: attach(model, 'After(1000, Hierarchical(...))')"
+        )
 
 
 def _refuse_buckets_of(strategy: Strategy, gives: str) -> None:
