@@ -4,7 +4,8 @@ Attach a strategy to a DDP model with ``attach``, or call ``reduce_gradients`` i
 names that are imported here are the public ones; everything else in the package is internal.
 
 - Start and end: ``attach``, ``Attachment``, ``reduce_gradients``, ``init_elastic``, ``shutdown``
-- Means and wrappers: ``Mean``, ``Noop``, ``Cast``, ``After``, ``Route``, ``WeightedMean``, ``Private``
+- Means and wrappers: ``Mean``, ``Noop``, ``Cast``, ``After``, ``Route``, ``WeightedMean``, ``Private``,
+  ``Hierarchical``
 - Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
   (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``ChunkTopK``, ``RandomK``,
   ``Raw``), or around ``PowerSGD``, ``AcpSGD``
@@ -13,7 +14,8 @@ names that are imported here are the public ones; everything else in the package
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
 - The outer step of local training: ``Nesterov``, around any of these
 - A strategy of your own: ``Strategy``, ``Bucket``, ``Feedback``, ``Reduced``, ``Memory``, ``Codec``,
-  ``all_reduce``, ``all_gather``, ``all_to_all``, ``step_sum``, ``note``, ``strategy_from``
+  ``all_reduce``, ``all_gather``, ``all_to_all``, ``reduce_scatter``, ``step_sum``, ``note``,
+  ``strategy_from``
 - Try and price it: ``Simulation``, ``check_strategy``, ``dry_run``
 - As text: ``parse``, ``describe``
 - Telemetry: ``JsonLines``, ``Sink``, ``Event``
@@ -43,7 +45,7 @@ from .codecs.sign import Sign
 from .codecs.topk import TopK
 from .codecs.uniform import Int2, Int4, Int8
 from .core.bucket import Bucket, Slot
-from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note, step_sum
+from .core.collectives import Payload, all_gather, all_reduce, all_to_all, note, reduce_scatter, step_sum
 from .core.events import Event, StepTimes, Timing
 from .core.feedback import Feedback
 from .core.memory import Memory
@@ -75,6 +77,7 @@ from .strategies.dgc import DGC
 from .strategies.exchange import Gathered, Sharded, Summed
 from .strategies.feedback import EF21, ErrorFeedback
 from .strategies.from_function import strategy_from
+from .strategies.hierarchical import Hierarchical
 from .strategies.local_steps import LocalSteps
 from .strategies.lowrank.acpsgd import AcpSGD
 from .strategies.lowrank.powersgd import PowerSGD
@@ -117,6 +120,7 @@ __all__ = [
     "GeometricMedian",
     "GradlaneError",
     "GramRule",
+    "Hierarchical",
     "Int2",
     "Int4",
     "Int8",
@@ -186,6 +190,7 @@ __all__ = [
     "note",
     "parse",
     "reduce_gradients",
+    "reduce_scatter",
     "shutdown",
     "step_sum",
     "strategy_from",

@@ -79,6 +79,17 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
+def zero_each(targets: Sequence[Tensor]) -> None:
+    """Fill each with zeros by one call. ``torch._foreach_zero_``, since 2.0."""
+    if targets:
+        torch._foreach_zero_(targets)  # type: ignore[arg-type]
+
+
+def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor) -> Any:
+    """Start the reduce-scatter of a flat tensor, a sum. ``ProcessGroup._reduce_scatter_base``, since 2.0."""
+    return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())
+
+
 def uncompiled(model: Any) -> Any:
     """The module inside of ``torch.compile(module)``, which has the parameters under their own names.
 

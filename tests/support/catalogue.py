@@ -119,6 +119,23 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "gathered bf16": lambda: gl.Cast(GatheredMean(), torch.bfloat16),
     "sharded": ShardedMean,
     "node first": NodeFirst,
+    "hierarchical": lambda: gl.Hierarchical(gl.Mean()),
+    "hierarchical bf16": lambda: gl.Hierarchical(gl.Mean(), inner=gl.Cast(gl.Mean(), torch.bfloat16)),
+    "hierarchical int8 inside": lambda: gl.Hierarchical(gl.Mean(), inner=gl.Sharded(gl.Int8(block=32))),
+    "hierarchical int4": lambda: gl.Hierarchical(gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32)))),
+    "hierarchical top-k": lambda: gl.Hierarchical(gl.ErrorFeedback(gl.Gathered(gl.TopK(0.1)))),
+    "hierarchical powersgd": lambda: gl.Hierarchical(
+        gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1))
+    ),
+    "hierarchical rule": lambda: gl.Hierarchical(gl.Combined(gl.GeometricMedian())),
+    "hierarchical by name": lambda: gl.Hierarchical(
+        gl.Route({"*.bias": gl.Mean()}, gl.ErrorFeedback(gl.Gathered(gl.Sign(block=32))))
+    ),
+    "hierarchical clipped": lambda: gl.Hierarchical(ClippedMean()),
+    "hierarchical cast": lambda: gl.Cast(gl.Hierarchical(gl.Mean()), torch.bfloat16),
+    "weighted hierarchical": lambda: gl.WeightedMean(
+        weight_of_rank, gl.Hierarchical(gl.ErrorFeedback(gl.Sharded(gl.Int8(block=32))))
+    ),
     "clipped": ClippedMean,
     "clipped bf16": lambda: gl.Cast(ClippedMean(), torch.bfloat16),
     "int8": lambda: gl.Gathered(gl.Int8()),
@@ -267,5 +284,5 @@ def decayed(strategy: gl.ErrorFeedback, name: str) -> torch.Tensor | float:
 
 
 MEANS = ("mean", "fp16", "bf16", "after", "gathered", "gathered bf16", "sharded", "node first", "raw summed",
-         "raw sharded")  # fmt: skip
+         "raw sharded", "hierarchical", "hierarchical bf16", "hierarchical cast")  # fmt: skip
 """Those that aim at the plain mean."""

@@ -9,6 +9,7 @@ import torch
 import gradlane as gl
 from gradlane.core.bucket import Layout, Slot
 from gradlane.core.events import StepTimes
+from gradlane.core.scopes import ALONE
 from gradlane.feed.ddp import DdpFeed
 from gradlane.feed.nonfinite import NonFinitePolicy
 from gradlane.feed.step import NEXT, OVER, State, Step
@@ -47,8 +48,8 @@ def book():
 
 @pytest.fixture
 def step(book):
-    lane = StreamLane(OneRank(), torch.device("cpu"), book)
-    return Step(lane, book, rank=0, sizes={"world": 1}, policy=NonFinitePolicy("skip", lane.check))
+    lane = StreamLane({"world": OneRank()}, torch.device("cpu"), book)
+    return Step(lane, book, scopes=ALONE, policy=NonFinitePolicy("skip", lane.check))
 
 
 def submit(step, value=1.0, *, index=0, is_last=True, strategy=None):

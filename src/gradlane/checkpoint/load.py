@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ..agree.board import Board, Document
 from ..agree.compare import first_difference, refuse_differences
-from ..core.strategy import Leaf, named_states
-from ..core.world_change import Carried, Fits, Fitting, Slots
+from ..core.strategy import Leaf, named_states, parts
+from ..core.world_change import Carried, Fitting, Slots
 from ..errors import InvalidValue, RanksDisagree
 from ..log import log
 from ..strategies.text import saved_by
@@ -97,7 +97,11 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
         into=None if strict else [x for x in leaves if same_world or isinstance(x.state, Carried)],
     )
     state = dict(files[board.rank]) if same_world else strategy.carried(files, board.rank, board.world)
-    fitting, wrong = fitting_of(leaves, state, slots_of(subject.parameters))
+    slots = slots_of(subject.parameters)
+    fitting, wrong = fitting_of(leaves, state, slots)
+    if wrong and same_world and any(part.uses_nodes for part in parts(strategy)):  # other nodes, maybe
+        state = strategy.carried(files, board.rank, board.world)
+        fitting, wrong = fitting_of(leaves, state, slots)
     if strict:
         if wrong:
             raise InvalidValue(f"{in_short(wrong)}; strict=False leaves out what does not fit")
@@ -137,10 +141,8 @@ def fitting_of(leaves: Sequence[Leaf], state: Mapping[str, Any], slots: Slots) -
     fitting: dict[str, Any] = {}
     wrong: list[str] = []
     for leaf in leaves:
-        part = part_at(state, leaf.path)
-        if isinstance(leaf.state, Fits):
-            part, objections = leaf.state.fitting(part, slots)
-            wrong += [f"{leaf.owner}: {objection}" for objection in objections]
+        part, objections = leaf.fitting(part_at(state, leaf.path), slots)
+        wrong += [f"{leaf.owner}: {objection}" for objection in objections]
         with_part(fitting, leaf.path, part)
     return fitting, wrong
 

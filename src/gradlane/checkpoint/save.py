@@ -11,7 +11,6 @@ from ..agree.board import Board, Document
 from ..agree.compare import as_note, objection, refuse_differences, refuse_objections
 from ..core.strategy import named_states
 from ..core.unsaved_state import refuse_unsaved_state
-from ..core.world_change import Fits
 from ..errors import GradlaneError, InvalidValue, NotSaved
 from .folder import checkpoints_in, clean, commit, remove, write_atomically
 from .manifest import FORMAT, file_name, manifest_of
@@ -61,9 +60,7 @@ def _write_own(path: Path, name: str, token: str, board: Board, subject: Subject
     state = subject.strategy.state_dict()
     slots, parts = slots_of(subject.parameters), list(named_states(subject.strategy))
     for leaf in parts:
-        if isinstance(leaf.state, Fits) and (
-            wrong := leaf.state.fitting(part_at(state, leaf.path), slots)[1]
-        ):
+        if wrong := leaf.fitting(part_at(state, leaf.path), slots)[1]:
             raise InvalidValue(f"{leaf.owner}: {wrong[0]}; it could not be loaded again")
     head = {
         "format": FORMAT,

@@ -99,7 +99,7 @@ def open_feed(
         limit=limit_of_group(group, device),  # that of torch's own hooks
         doing=doing,
     )
-    step = Step(opened.lane, ledger, rank=opened.rank, sizes=opened.sizes)
+    step = Step(opened.lane, ledger, scopes=opened.scopes)
     ends = [weakref.finalize(whose, _drop, key) for whose in (group, strategy)]
     for end in ends:
         end.atexit = False  # ``close_all`` runs then

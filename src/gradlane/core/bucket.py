@@ -41,6 +41,8 @@ class Bucket:
     """A ``Cast`` outside sends floating-point payloads in this width."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """How many ranks a mean divides by, for each scope; for a scope that is not in it, ``world``."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    """This rank's place in each scope; in the world it is ``rank``."""
     scratch: Scratch | None = field(default=None, repr=False, compare=False)
     """Keeps the buffers of ``empty``; without it every call allocates."""
 
@@ -57,6 +59,10 @@ class Bucket:
         """What a mean over this scope divides by: its ranks, less those that joined early where
         ``join(divide_by_initial_world_size=False)`` asks for that."""
         return self.sizes.get(over, self.world)
+
+    def place(self, over: str = "world") -> int:
+        """This rank's place in a scope."""
+        return self.places.get(over, self.rank)
 
     def as_seen(self, own: Tensor) -> Tensor:
         """A tensor of this rank as the others see it in a mean: rounded as ``wire`` does."""

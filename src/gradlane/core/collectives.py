@@ -12,11 +12,12 @@ from torch import Tensor
 from ..errors import InvalidValue, WrongType
 
 Payload = tuple[Tensor, ...]
-Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 Op = Literal["mean", "sum", "min", "max"]
 Scope = Literal["world", "node", "cross"]
 
 OPS = ("mean", "sum", "min", "max")
+SUMS = ("mean", "sum")
 SCOPES = ("world", "node", "cross")
 REDUCIBLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64})
 
@@ -89,17 +90,7 @@ async def all_reduce(
     The tensor is no longer yours: the answer may be written into it. A mean divides before it adds, as DDP
     does. ``exact``: no ``Cast`` outside may narrow it.
     """
-    if not isinstance(tensor, Tensor):
-        raise WrongType(f"all_reduce takes a tensor, got {type(tensor).__name__}")
-    if op not in OPS:
-        raise InvalidValue(f"op={op!r} is not known; use one of {', '.join(OPS)}")
-    if tensor.dtype not in REDUCIBLE:
-        raise InvalidValue(
-            f"all_reduce of {tensor.dtype} is not possible (8-bit integers wrap, float8, bool and "
-            "complex are refused by the backends); widen it first, or all_gather it"
-        )
-    if op == "mean" and not tensor.is_floating_point():
-        raise InvalidValue(f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide")
+    _check_reducible(tensor, op, "all_reduce")
     if not tensor.is_sparse:
         tensor = tensor.contiguous()
     return cast(Tensor, await Request("all_reduce", ((tensor,),), op, _scope(over), exact))
@@ -127,6 +118,23 @@ async def all_to_all(payloads: Sequence[Payload], *, over: Scope = "world") -> l
     return cast("list[Payload]", await Request("all_to_all", checked, None, _scope(over)))
 
 
+async def reduce_scatter(
+    tensor: Tensor, *, op: Op = "mean", over: Scope = "world", exact: bool = False
+) -> Tensor:
+    """This rank's part of a sum or mean: ``tensor`` holds one part for each rank, one after the other.
+
+    Half of an ``all_reduce``; an ``all_gather`` of the answers is the other half. The answer is one row of
+    elements, and yours. Otherwise as ``all_reduce``, but that sums in a half-width format round once.
+    """
+    _check_reducible(tensor, op, "reduce_scatter")
+    if op not in SUMS:
+        raise InvalidValue(f"reduce_scatter of op={op!r} is not possible; use 'mean' or 'sum'")
+    if tensor.is_sparse:
+        raise WrongType("reduce_scatter cannot carry a sparse tensor; use all_reduce")
+    request = Request("reduce_scatter", ((tensor.contiguous().view(-1),),), op, _scope(over), exact)
+    return cast(Tensor, await request)
+
+
 async def step_sum(tensor: Tensor, *, of: object = None) -> Tensor:
     """The sum of this tensor over all buckets of the step that ask for it, on this rank.
 
@@ -147,6 +155,34 @@ async def note(**figures: Tensor | float) -> None:
     ``await note(residual_square=x.dot(x))`` -> ``comm/residual_norm`` of the last step.
     """
     await Note(dict(figures))
+
+
+def _check_reducible(tensor: Tensor, op: Op, caller: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise WrongType(f"{caller} takes a tensor, got {type(tensor).__name__}")
+    if op not in OPS:
+        raise InvalidValue(f"op={op!r} is not known; use one of {', '.join(OPS)}")
+    if tensor.dtype not in REDUCIBLE:
+        raise InvalidValue(
+            f"{caller} of {tensor.dtype} is not possible (8-bit integers wrap, float8, bool and "
+            "complex are refused by the backends); widen it first, or all_gather it"
+        )
+    if op == "mean" and not tensor.is_floating_point():
+        raise InvalidValue(f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide")
+
+
+def check_parts(request: Request, size: int) -> None:
+    """Refuse a request that does not have one part for each of ``size`` ranks."""
+    if request.kind == "all_to_all" and len(request.payloads) != size:
+        raise InvalidValue(
+            f"all_to_all over {request.over} needs one payload for each of {size} ranks, "
+            f"got {len(request.payloads)}"
+        )
+    if request.kind == "reduce_scatter" and (numel := request.payloads[0][0].numel()) % size:
+        raise InvalidValue(
+            f"reduce_scatter over {request.over} needs equal parts for {size} ranks, got {numel} elements; "
+            "pad them with zeros"
+        )
 
 
 def _scope(over: Scope) -> Scope:

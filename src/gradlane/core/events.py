@@ -100,7 +100,7 @@ def wire_bytes(kind: Kind, payload_bytes: int, size: int) -> int:
     """Bytes one of ``size`` ranks puts on the link, headers aside.
 
     All-reduce (ring or halving-doubling) sends 2(n-1)/n of the payload, an all-gather sends it to
-    every other rank, an all-to-all keeps 1/n of it at home.
+    every other rank, an all-to-all and a reduce-scatter keep 1/n of it at home.
     """
     if kind == "all_reduce":
         return round(2 * (size - 1) * payload_bytes / size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from hashlib import blake2b
@@ -10,9 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+PART = re.compile(r"\[(\d+)/(\d+)\]$")
+"""How the name of a part ends: its number, from 0, and how many parts there are."""
+
 
 class Slot(NamedTuple):
-    """One parameter of a bucket: its name in the module and its shape."""
+    """One parameter of a bucket, or one part of it: its name in the module and its shape."""
 
     name: str
     shape: torch.Size
@@ -20,6 +24,12 @@ class Slot(NamedTuple):
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def parameter(self) -> str:
+        """The name in the module, also where the slot is a part of a parameter: ``weight[1/4]``."""
+        part = PART.search(self.name)
+        return self.name if part is None else self.name[: part.start()]
 
 
 class Layout(tuple[Slot, ...]):

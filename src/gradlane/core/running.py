@@ -69,8 +69,8 @@ class Running:
                 self.close()
                 raise WrongType(
                     f"{type(self.strategy).__name__}.reduce awaited {_kind(awaited)}; a strategy may "
-                    "only await gradlane.all_reduce, all_gather, all_to_all, step_sum and note "
-                    "(there is no event loop)"
+                    "only await gradlane.all_reduce, all_gather, all_to_all, reduce_scatter, step_sum and "
+                    "note (there is no event loop)"
                 )
             self._take_note(self.bucket, awaited)
             answer = None
@@ -173,16 +173,25 @@ def step_total(waiting: Sequence[Running]) -> Tensor:
     return total
 
 
-async def intercept(coroutine: Coroutine[Any, Any, T], answer: Callable[[Request], Awaitable[Any]]) -> T:
-    """Run a coroutine and let ``answer`` serve its requests: how a strategy wraps another's wire."""
+async def intercept(
+    coroutine: Coroutine[Any, Any, T],
+    answer: Callable[[Request], Awaitable[Any]],
+    add_up: Callable[[StepSum], Awaitable[Tensor]] | None = None,
+) -> T:
+    """Run a coroutine and let ``answer`` serve its requests: how a strategy wraps another's wire. ``add_up``
+    serves its sums over the step; without it they go on to the driver."""
     reply: Any = None
     while True:
         try:
             awaited = coroutine.send(reply)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-        # Anything but a request goes on to the driver: a note, a step_sum, or what the driver will refuse.
-        reply = await (answer(awaited) if isinstance(awaited, Request) else _Forwarded(awaited))
+        if isinstance(awaited, Request):
+            reply = await answer(awaited)
+        elif add_up is not None and isinstance(awaited, StepSum):
+            reply = await add_up(awaited)
+        else:  # a note, or what the driver will refuse
+            reply = await _Forwarded(awaited)
 
 
 class _Forwarded:

@@ -16,6 +16,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._parts: dict[str, Scratch] = {}
 
     def get(self, key: tuple[object, ...], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         kept = self._kept.get((key, dtype, device))
@@ -23,6 +24,11 @@ class Scratch:
             kept = self._kept[(key, dtype, device)] = torch.empty(numel, dtype=dtype, device=device)
         return kept
 
+    def part(self, name: str) -> Scratch:
+        """Buffers for a strategy inside another one, whose uses have the same names."""
+        return self._parts.setdefault(name, Scratch())
+
     def buffers(self) -> list[Tensor]:
         """All buffers; the next step may overwrite them."""
-        return list(self._kept.values())
+        inside = [buffer for part in self._parts.values() for buffer in part.buffers()]
+        return [*self._kept.values(), *inside]

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from .bucket import Bucket
+from .collectives import all_gather
 from .ownership import release
-from .world_change import OneField, carried
+from .scopes import Scopes
+from .world_change import Fits, Fitting, OneField, Slots, State, carried
 
 
 class Stateful(Protocol):
@@ -74,6 +76,9 @@ class Strategy(ABC):
     """Whether the answer depends only on the sum of the ranks' gradients of this step, and on what all ranks
     know: no memory of a rank's own, no rounding to codes before the sum. A wrapper answers for itself."""
 
+    uses_nodes: ClassVar[bool] = False
+    """Whether it asks over="node" or "cross"."""
+
     alike: ClassVar[bool] = True
     """Whether all ranks get the same bits, which replicas need. ``Noop`` says no."""
 
@@ -94,9 +99,36 @@ class Strategy(ABC):
     async def reduce(self, bucket: Bucket) -> Reduced:
         """Await collectives until every rank holds the same gradient."""
 
+    @property
+    def scatters(self) -> bool:
+        """Whether it has a ``scatter``. A wrapper asks the strategy inside."""
+        return False
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        """This rank's part of the answer. ``bucket.flat`` holds one part for each rank, equally long."""
+        raise InvalidValue(
+            f"{type(self).__name__} reduces whole buckets, and cannot reduce one part per rank"
+        )
+
+    async def gather(self, bucket: Bucket) -> list[Tensor]:
+        """Every rank's part. ``bucket.flat`` is this rank's, and all ranks get the same bits."""
+        return [part for (part,) in await all_gather((bucket.flat,))]
+
     def check_world(self, world: int) -> None:  # noqa: B027  most accept any number
         """Refuse a number of ranks with which no step is possible; called before the first step. It speaks
         for this strategy alone: those inside are called too."""
+
+    def enter(self, scopes: Scopes, slots: Slots) -> None:
+        """Before the first step: the ranks and the parameters that it will work with. A wrapper that gives
+        the strategies inside another world overrides it."""
+        self.check_world(scopes.world)
+        for _, field in stateful_fields(self):
+            if isinstance(field, Strategy):
+                field.enter(scopes, slots)
+
+    def slots_inside(self, slots: Slots) -> Slots:
+        """The parameters as the strategies inside see them."""
+        return slots
 
     def refuses_inside(self, part: Strategy) -> str | None:
         """Why ``part`` must not be inside this strategy, at any depth, and the way out; None if it may."""
@@ -174,26 +206,33 @@ def parts(strategy: Strategy) -> Iterator[Strategy]:
             yield from parts(field)
 
 
-def check_world(strategy: Strategy, world: int) -> None:
-    """Refuse a number of ranks that is impossible for any part of the strategy."""
-    for part in parts(strategy):
-        part.check_world(world)
-
-
 class Leaf(NamedTuple):
     """A state inside a strategy, at any depth: its path, its owner (``ErrorFeedback.memory``), and itself."""
 
     path: tuple[str, ...]
     owner: str
     state: Stateful
+    around: tuple[Strategy, ...] = ()
+    """The strategies that it is inside of, outermost first."""
+
+    def fitting(self, state: State, slots: Slots) -> Fitting:
+        """The entries of a saved state that belong here, and why others do not."""
+        if not isinstance(self.state, Fits):
+            return dict(state), []
+        for strategy in self.around:
+            slots = strategy.slots_inside(slots)
+        return self.state.fitting(state, slots)
 
 
-def named_states(strategy: Strategy, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
+def named_states(
+    strategy: Strategy, path: tuple[str, ...] = (), around: tuple[Strategy, ...] = ()
+) -> Iterator[Leaf]:
+    around = (*around, strategy)
     for name, field in stateful_fields(strategy):
         if isinstance(field, Strategy):
-            yield from named_states(field, (*path, name))
+            yield from named_states(field, (*path, name), around)
         else:
-            yield Leaf((*path, name), f"{type(strategy).__name__}.{name}", field)
+            yield Leaf((*path, name), f"{type(strategy).__name__}.{name}", field, around)
 
 
 def shared_state(strategy: Strategy) -> dict[tuple[str, ...], dict[str, Any]]:

@@ -66,7 +66,7 @@ def measure(group: Any, device: torch.device, strategies: Sequence[str] = ()) ->
         width = WIDTH if WIDTH * WIDTH * 4 / rate < SENDING_SECONDS else NARROW
         repeats = min(MOST_REPEATS, 2 + int(rate * SENDING_SECONDS / (width * width * 4)))
         work = {text: _work(opened, ledger, device, text, width, repeats) for text in strategies}
-        return MeasuredLink(opened.sizes["world"], latency, rate, largest, work)
+        return MeasuredLink(opened.scopes.world, latency, rate, largest, work)
     finally:
         opened.lane.close()
 
@@ -88,7 +88,7 @@ def _latency_and_rate(opened: Opened, device: torch.device) -> tuple[float, floa
             break
         numel *= 4
     middle = slowest(statistics.median(_seconds(opened, flat) for _ in range(REPEATS)))
-    sent = wire_bytes("all_reduce", numel * 4, opened.sizes["world"])
+    sent = wire_bytes("all_reduce", numel * 4, opened.scopes.world)
     return latency, sent / max(middle - latency, 1e-9), numel * 4
 
 
@@ -120,8 +120,8 @@ def _reduce(opened: Opened, strategy: Strategy, flat: Tensor, shape: torch.Size 
         flat=flat,
         layout=(Slot("probe", flat.shape if shape is None else shape),),
         step=0,
-        rank=opened.rank,
-        world=opened.sizes["world"],
+        rank=opened.scopes.rank,
+        world=opened.scopes.world,
         is_last=False,
     )
     future = opened.lane.submit(strategy, bucket)

@@ -7,7 +7,7 @@ Both feeds, DDP's and that of a loop without DDP, call ``begin``, ``submit`` for
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from ..core.bucket import Bucket, Layout
 from ..core.events import StepTimes, wire_bytes
+from ..core.scopes import Scopes
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
 from ..errors import NonFinite, WrongState
@@ -57,8 +58,7 @@ class Step:
         lane: Lane,
         book: Book,
         *,
-        rank: int,
-        sizes: Mapping[str, int],
+        scopes: Scopes,
         policy: NonFinitePolicy | None = None,
         scaler: Scaler | None = None,
         drift: DriftCheck | None = None,
@@ -69,14 +69,14 @@ class Step:
         self.number = -1
         """The number of this step."""
         self.lane = lane
-        self.rank = rank
-        self.world = sizes["world"]
+        self.rank = scopes.rank
+        self.world = scopes.world
         self.scaler = scaler
         self.on_begin: Callable[[bool], Exception | None] = _nothing
         """Called before each step, with whether this rank has joined. An error that it returns fails the step
         on all ranks."""
         self._book = book
-        self._sizes = sizes
+        self._scopes = scopes
         self._policy = policy or NonFinitePolicy("propagate", lane.check)
         self._drift = drift
         self._joined = False
@@ -128,7 +128,8 @@ class Step:
             index=index,
             is_last=is_last,
             joined=self._joined,
-            sizes=self._sizes,
+            sizes=self._scopes.sizes,
+            places=self._scopes.places,
             scratch=scratch,
         )
         if self.number < self._policy.check_own_until:

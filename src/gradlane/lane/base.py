@@ -33,6 +33,10 @@ class Lane(Protocol):
 
     check: FiniteCheck
 
+    @property
+    def has_nodes(self) -> bool:
+        """Whether requests may be over other scopes than the world."""
+
     def submit(
         self, strategy: Strategy, bucket: Bucket, *, finish: Finish = same, raises: bool = False
     ) -> Future[Tensor]:

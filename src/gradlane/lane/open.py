@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 import torch.distributed as dist
 
 from ..agree.board import Board, Document
-from ..agree.compare import as_note, refuse_differences, refuse_objections
+from ..agree.compare import as_note, objection, refuse_differences, refuse_objections
 from ..agree.limits import Limit
-from ..core.collectives import SCOPES
+from ..core.collectives import Scope
 from ..core.events import Listener
+from ..core.scopes import Scopes, scopes_of
 from ..errors import GradlaneError, InvalidValue, WrongState
 from ..torch_internals import store_of_group
 from .base import Lane, collect_dropped_lanes
+from .nodes import nodes_of, scope_groups
 from .one_rank import OneRank
 from .peers import Peers
 from .stream import StreamLane
@@ -34,8 +37,11 @@ _opened: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # lanes opened so fa
 class Opened:
     lane: Lane
     board: Board
-    rank: int
-    sizes: dict[str, int]
+    scopes: Scopes
+
+
+def _any_scopes(scopes: Scopes) -> None:
+    """Of a user of the lane that asks over the world only."""
 
 
 def open_lane(
@@ -47,16 +53,23 @@ def open_lane(
     parameters: list[str],
     limit: Limit,
     ranks_per_node: int | None = None,
-    objection: GradlaneError | None = None,
+    against: GradlaneError | None = None,
+    enter: Callable[[Scopes], None] = _any_scopes,
+    uses_nodes: bool = False,
     doing: str,
 ) -> Opened:
-    """Compare ``must_agree`` and ``parameters`` over all ranks of the group, then connect. If they differ, or
-    if a rank has an ``objection``, all ranks raise."""
+    """Compare ``must_agree`` and ``parameters`` over all ranks of the group, then connect. If they differ, if
+    a rank has something ``against`` it, or if ``enter`` refuses the scopes on a rank, all ranks raise.
+    ``uses_nodes``: requests may be over other scopes than the world."""
     backend = backend_of(group, device)
     if backend == "fake":  # torch's stand-in for tests of control flow: it has no peers
-        if objection is not None:
-            raise objection
-        return _on_stream(group, device, listener, Board(dist.HashStore(), "alone", 0, 1, limit))
+        if against is not None:
+            raise against
+        nodes = nodes_of([""] * group.size(), ranks_per_node)
+        scopes = scopes_of(group.rank(), nodes)
+        enter(scopes)
+        board = Board(dist.HashStore(), "alone", 0, 1, limit)
+        return Opened(_on_stream(group, nodes, scopes, device, listener, limit, uses_nodes), board, scopes)
     collect_dropped_lanes()
     serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
@@ -65,27 +78,40 @@ def open_lane(
         "parameters": _digest(parameters),
         "ranks_per_node": ranks_per_node,
     }
-    own = {"objection": as_note(objection), "host": socket.gethostname()}
+    own = {"objection": as_note(against), "host": socket.gethostname()}
     token, notes = board.agree("open", {**must_agree, **own}, doing=doing)
     _opened[group] = serial  # only now: if a rank never came, all ranks try again with the same serial
-    refuse_objections(notes, objection, doing)
+    refuse_objections(notes, against, doing)
     board = board.corner(token)
     if len({note["parameters"] for note in notes}) > 1:  # then the long list is worth sending
         _, notes = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)
     refuse_differences(notes, tuple(must_agree), doing)
+    nodes = nodes_of([note["host"] for note in notes], ranks_per_node)
+    scopes = scopes_of(board.rank, nodes)
+    refusal = objection(lambda: enter(scopes))
+    _, notes = board.agree("enter", {"objection": as_note(refusal)}, doing=doing)
+    refuse_objections(notes, refusal, doing)
     if backend in STREAM_BACKENDS:
-        return _on_stream(group, device, listener, board)
-    peers = Peers(board, [note["host"] for note in notes], ranks_per_node=ranks_per_node)
+        return Opened(_on_stream(group, nodes, scopes, device, listener, limit, uses_nodes), board, scopes)
+    peers = Peers(board, nodes)
     peers.group("world", "first", 0)
     board.gone = peers.gone
-    lane = ThreadLane(peers, listener, name=f"gradlane-{serial}")
-    return Opened(lane, board, peers.rank, peers.sizes())
+    return Opened(ThreadLane(peers, listener, name=f"gradlane-{serial}"), board, scopes)
 
 
-def _on_stream(group: Any, device: torch.device, listener: Listener, board: Board) -> Opened:
-    scopes = SCOPES if group.size() == 1 else ("world",)  # with one rank all scopes are the same
-    sizes = dict.fromkeys(scopes, group.size())
-    return Opened(StreamLane(group, device, listener), board, group.rank(), sizes)
+def _on_stream(
+    group: Any,
+    nodes: list[list[int]],
+    scopes: Scopes,
+    device: torch.device,
+    listener: Listener,
+    limit: Limit,
+    uses_nodes: bool,
+) -> StreamLane:
+    groups: dict[Scope, Any] = {"world": group}
+    if uses_nodes:
+        groups = scope_groups(group, nodes, scopes, limit.seconds)
+    return StreamLane(groups, device, listener)
 
 
 def _digest(lines: list[str]) -> str:

@@ -15,7 +15,6 @@ from ..agree.board import Board, Document
 from ..agree.deadline import NoAnswer, within
 from ..agree.limits import Limit
 from ..core.collectives import Scope
-from ..core.numbers import is_whole
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .gloo_workers import wait_for_idle_workers
 from .perform import is_closed, sever
@@ -34,25 +33,17 @@ class Peers:
     can close them: its peers notice at once, all report through the store, and the next step forms new ones.
     """
 
-    def __init__(self, board: Board, hosts: list[str], *, ranks_per_node: int | None = None) -> None:
+    def __init__(self, board: Board, nodes: list[list[int]]) -> None:
         self.board = board
         self.rank = board.rank
         self.world = board.world
         self.timeout = board.timeout
-        self._nodes = _nodes(hosts, ranks_per_node)
+        self._nodes = nodes  # the ranks of each
         self.groups: dict[tuple[Scope, Queue], Any] = {}
         """Those that are formed; ``group`` forms one."""
         self._dropped = False
         self._generation = 0  # how often the groups were closed after a failure
         self._token = "first"  # the part of the store in which the groups of this generation find their peers
-
-    def sizes(self) -> dict[str, int]:
-        """Ranks in each scope this rank is in; "cross" only where all nodes are equally large."""
-        mine = next(node for node in self._nodes if self.rank in node)
-        sizes = {"world": self.world, "node": len(mine)}
-        if len({len(node) for node in self._nodes}) == 1:
-            sizes["cross"] = len(self._nodes)
-        return sizes
 
     def group(self, over: Scope, queue: Queue, step: int) -> Any:
         """The group of a scope. It is formed by the first request that needs it, the same on all ranks.
@@ -224,20 +215,6 @@ class Peers:
     def close(self) -> None:
         for queue in QUEUES:
             self.drop(queue)
-
-
-def _nodes(hosts: list[str], ranks_per_node: int | None) -> list[list[int]]:
-    world = len(hosts)
-    if ranks_per_node is not None:
-        if not is_whole(ranks_per_node) or ranks_per_node < 1 or world % ranks_per_node:
-            raise InvalidValue(
-                f"ranks_per_node={ranks_per_node!r} does not divide the {world} ranks; use a number that does"
-            )
-        return [list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)]
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(host, []).append(rank)
-    return list(nodes.values())
 
 
 def _connected(store: dist.Store, rank: int, size: int, timeout: float) -> Any:

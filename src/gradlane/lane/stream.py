@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket
-from ..core.collectives import Request
+from ..core.collectives import Request, Scope
 from ..core.events import Event, Listener, Timing, WeakListener
 from ..core.running import Driver
 from ..core.strategy import Reduced, Strategy
@@ -27,13 +28,13 @@ from .requests import Job
 class StreamLane(Driver[Job]):
     """Drives the strategy to its end inside the hook; ``wait`` orders streams and does not block.
 
-    It uses DDP's own group: NCCL and XCCL run collectives in the order of issue. ``over`` must be "world",
-    unless the group has one rank.
+    It uses DDP's own group, and one more for each other scope: NCCL and XCCL run collectives in the order of
+    issue. All are issued by one thread, bucket by bucket, so that order is the same on all ranks.
     """
 
-    def __init__(self, group: Any, device: torch.device, listener: Listener) -> None:
+    def __init__(self, groups: Mapping[Scope, Any], device: torch.device, listener: Listener) -> None:
         self.check = FiniteCheck()
-        self._group = group
+        self._groups = dict(groups)
         self._listener = WeakListener(listener)
         self._device = device
         self._stream = torch.Stream(device) if device.type in ("cuda", "xpu") else None
@@ -75,17 +76,28 @@ class StreamLane(Driver[Job]):
         self._failure = error
 
     def perform(self, running: Job, request: Request) -> object:
-        if request.over != "world" and self._group.size() > 1:
-            raise InvalidValue(f"over={request.over!r} is not available on this backend; use 'world'")
-        event = Event.of(request, running.bucket, running.phase, self._group.size())
+        group = self._group(request.over)
+        event = Event.of(request, running.bucket, running.phase, group.size())
         began = time.perf_counter()
         with span(f"{event.kind} bucket {event.bucket} phase {event.phase}"):
-            answer = perform_on_stream(self._group, request, running.bucket.divisor())
+            answer = perform_on_stream(group, request, running.bucket.divisor(request.over))
         self._answered = time.perf_counter()
         # Seconds on the host; the device does the work later, and only a profiler sees it.
         timing = Timing(running.resumed, began - running.resumed, 0.0, self._answered - began, 0.0)
         self._event = replace(event, timing=timing)
         return answer
+
+    @property
+    def has_nodes(self) -> bool:
+        return len(self._groups) > 1 or self._groups["world"].size() == 1
+
+    def _group(self, over: Scope) -> Any:
+        if over not in self._groups and not self.has_nodes:
+            raise InvalidValue(
+                f"over={over!r} has no process group; a strategy that asks for it says uses_nodes = True, "
+                "and its groups are made when it is attached"
+            )
+        return self._groups.get(over, self._groups["world"])
 
     def performed(self, running: Job) -> None:
         event = self._event
@@ -124,7 +136,7 @@ class StreamLane(Driver[Job]):
         return "idle" if self.serving is None else self.serving.where()
 
     def close(self) -> None:
-        self._group = None
+        self._groups.clear()
 
     def leave(self) -> None:
         self.close()

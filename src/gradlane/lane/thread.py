@@ -145,6 +145,10 @@ class ThreadLane(Driver[Job]):
         self._peers.abandon(lambda: self._thread.join(END_TIMEOUT))
 
     @property
+    def has_nodes(self) -> bool:
+        return True  # groups are formed by the first request that needs them
+
+    @property
     def board(self) -> Board:
         return self._peers.board
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..agree.board import Document
+from ..agree.compare import objection
 from ..checkpoint.subject import Parameter, parameters_of, slots_of
 from ..core.one_model import claim, exclusive_states
 from ..core.ownership import Ownership
@@ -36,7 +37,7 @@ from ..strategies.route import warn_of_unmatched
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
 from ..torch_internals import current_backward
-from .opening import objection_to, open_for
+from .opening import objection_to, open_for, refuse_missing_groups
 from .registry import register, unregister
 from .state import SessionState
 from .swap import SwapAgreement, move_states
@@ -91,13 +92,12 @@ class Session(ABC):
         claim(strategy, self._ownership)
         self._unless_closed = weakref.finalize(owner, _model_collected, weakref.ref(self), opened.lane)
         self._unless_closed.atexit = False  # ``close_all`` does it then
-        self._world = opened.sizes["world"]
+        self._scopes = opened.scopes
         self._optimizers = self._watch_optimizers(module)
         self._step = Step(
             opened.lane,
             self._ledger,
-            rank=opened.rank,
-            sizes=opened.sizes,
+            scopes=opened.scopes,
             policy=NonFinitePolicy(
                 settings.nonfinite, opened.lane.check, self._optimizers, WORDS[self.gives]
             ),
@@ -110,7 +110,7 @@ class Session(ABC):
         self._state = SessionState(self._step, opened.board, self._parameters, self._ownership)
         self._start_feed(opened)
         register(self)
-        log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.sizes["world"])
+        log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.scopes.world)
 
     @abstractmethod
     def _start_feed(self, opened: Opened) -> None:
@@ -191,11 +191,19 @@ class Session(ABC):
         self._must_be_open()
         self._must_be_between_steps(doing)
         self._step.finish()
-        against = against or objection_to(strategy, self._module(), self._world, self.gives, self._ownership)
+        slots = slots_of(self._parameters)
+        against = (
+            against
+            or objection_to(strategy, self._module(), self.gives, self._ownership)
+            or objection(
+                lambda: strategy.enter(self._scopes, slots),
+                lambda: refuse_missing_groups(strategy, self._step.lane),
+            )
+        )
         self._swap_agreement.agree(self.step, strategy, against, doing, also or {})
         warn_of_unmatched(strategy, self._parameter_names())
         follow(self.strategy, strategy)
-        for dropped in move_states(self.strategy, strategy, slots_of(self._parameters)):
+        for dropped in move_states(self.strategy, strategy, slots):
             log.warning("%s: dropped %s", doing, dropped)
         self.strategy, self._searched_stray = strategy, False
         claim(strategy, self._ownership)
@@ -298,7 +306,7 @@ class Session(ABC):
         if self.settings.verify_every is None:
             return None
         return DriftCheck(
-            self.settings.verify_every, opened.lane, opened.rank, opened.sizes["world"],
+            self.settings.verify_every, opened.lane, opened.scopes.rank, opened.scopes.world,
             weights=self._replicated, state=lambda: shared_state(self.strategy),
         )  # fmt: skip
 

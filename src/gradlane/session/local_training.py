@@ -201,7 +201,7 @@ class LocalTraining(Session):
         - ``local/drift``: how far this rank was from the mean before the last round, relative to what the
           round changed. ``local/cosine``: between the changes of the last two rounds.
         """
-        dense = wire_bytes("all_reduce", self._dense_bytes, self._world)
+        dense = wire_bytes("all_reduce", self._dense_bytes, self._scopes.world)
         gradients = self._gradients.bytes_wire(dense * min(self.local_steps, self.strategy.warmup))
         return local_figures(super().metrics(), self.local_steps, dense, gradients)
 

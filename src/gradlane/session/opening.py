@@ -11,12 +11,13 @@ from .._version import __version__
 from ..agree.board import Document
 from ..agree.compare import objection
 from ..agree.limits import limit_of
-from ..checkpoint.subject import Parameter
+from ..checkpoint.subject import Parameter, slots_of
 from ..core.one_model import refuse_foreign
 from ..core.ownership import Ownership
-from ..core.strategy import Strategy, check_world
+from ..core.strategy import Strategy, parts
 from ..core.unsaved_state import refuse_unsaved_state
 from ..errors import GradlaneError, InvalidValue
+from ..lane.base import Lane
 from ..lane.open import Opened, open_lane
 from ..settings import Settings
 from ..strategies.text import describe
@@ -55,7 +56,9 @@ def open_for(
             parameters=list(map(str, parameters)),
             limit=limit_of(settings.timeout, group, device),
             ranks_per_node=settings.ranks_per_node,
-            objection=objection_to(strategy, module, group.size(), gives),
+            against=objection_to(strategy, module, gives),
+            enter=lambda scopes: strategy.enter(scopes, slots_of(parameters)),
+            uses_nodes=any(part.uses_nodes for part in parts(strategy)),
             doing=doing,
         )
 
@@ -63,7 +66,6 @@ def open_for(
 def objection_to(
     strategy: Strategy,
     model: nn.Module | None,
-    world: int,
     gives: str = "gradients",
     ownership: Ownership | None = None,
 ) -> GradlaneError | None:
@@ -73,8 +75,17 @@ def objection_to(
         lambda: _refuse_buckets_of(strategy, gives),
         lambda: refuse_unsaved_state(strategy),
         lambda: refuse_foreign(strategy, model, ownership),
-        lambda: check_world(strategy, world),
     )
+
+
+def refuse_missing_groups(strategy: Strategy, lane: Lane) -> None:
+    """On NCCL, groups for nodes are made when a strategy that needs them is attached."""
+    nodes = [part for part in parts(strategy) if part.uses_nodes]
+    if nodes and not lane.has_nodes:
+        raise InvalidValue(
+            f"{type(nodes[0]).__name__} needs process groups for nodes, and this attachment has none; attach "
+            "it from the start: attach(model, 'After(1000, Hierarchical(...))')"
+        )
 
 
 def _refuse_buckets_of(strategy: Strategy, gives: str) -> None:

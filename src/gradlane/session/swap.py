@@ -85,7 +85,7 @@ def _move(leaf: Leaf, target: Leaf, slots: Slots) -> Iterator[str]:
     state = leaf.state.state_dict()
     if isinstance(target.state, Memory):
         state = _converted(target.state, state, slots)
-    fitting, wrong = fitting_of([Leaf(("it",), target.owner, target.state)], {"it": state}, slots)
+    fitting, wrong = fitting_of([target._replace(path=("it",))], {"it": state}, slots)
     yield from wrong
     try:
         target.state.load_state_dict(fitting.get("it", {}))

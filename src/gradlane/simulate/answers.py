@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket
-from ..core.collectives import Payload, Request
-from ..errors import InvalidValue, RanksDisagree
+from ..core.collectives import Payload, Request, check_parts
+from ..errors import RanksDisagree
 
 
 def exchange(
@@ -22,19 +24,17 @@ def exchange(
     received = [] if received is None else received
     _check_equal(requests, buckets)
     first = requests[0]
+    check_parts(first, len(requests))
     if first.kind == "all_reduce":
         return list(_all_reduce(requests, buckets))
+    if first.kind == "reduce_scatter":
+        return list(_reduce_scatter(requests, buckets))
     if first.kind == "all_gather":
         gathered = [request.payloads[0] for request in requests]
         return [
             [_delivered(payload, rank == me, received) for rank, payload in enumerate(gathered)]
             for me in range(len(requests))
         ]
-    if len(first.payloads) != len(requests):
-        raise InvalidValue(
-            f"all_to_all over {first.over} needs one payload for each of {len(requests)} ranks, "
-            f"got {len(first.payloads)}"
-        )
     return [
         [_delivered(request.payloads[me], rank == me, received) for rank, request in enumerate(requests)]
         for me in range(len(requests))
@@ -50,12 +50,28 @@ def _delivered(payload: Payload, own: bool, received: list[Tensor]) -> Payload:
     return copies
 
 
-def _all_reduce(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[Tensor]:
+def _reduce_scatter(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[Tensor]:
+    tensors = _divided(requests, buckets)
+    wide = tensors[0].dtype if tensors[0].element_size() >= 4 else torch.float32
+    total = tensors[0].to(wide, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor
+    for tensor in tensors:
+        tensor.fill_(math.nan if tensor.is_floating_point() else 0)  # as on a lane, it is not the sum
+    return [part.to(tensors[0].dtype, copy=True) for part in total.view(len(requests), -1)]
+
+
+def _divided(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[Tensor]:
+    """The tensors of the requests; of a mean, each divided before the sum."""
     tensors = [request.payloads[0][0] for request in requests]
-    op, over = requests[0].op, requests[0].over
-    if op == "mean":
+    if requests[0].op == "mean":
         for tensor, bucket in zip(tensors, buckets, strict=True):
-            tensor.div_(bucket.divisor(over))
+            tensor.div_(bucket.divisor(requests[0].over))
+    return tensors
+
+
+def _all_reduce(requests: Sequence[Request], buckets: Sequence[Bucket]) -> list[Tensor]:
+    tensors, op = _divided(requests, buckets), requests[0].op
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         if op == "min":

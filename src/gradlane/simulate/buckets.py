@@ -50,11 +50,11 @@ def flattened(gradients: Mapping[str, Tensor], layout: tuple[Slot, ...]) -> Tens
     return torch.cat([gradients[slot.name].reshape(-1) for slot in layout])
 
 
-def scope_sizes(world: int, node_size: int | None) -> dict[str, int]:
-    """The number of ranks in each scope; without a node size all ranks are one node."""
+def nodes_of(world: int, node_size: int | None) -> list[range]:
+    """The ranks of each node; without a node size all ranks are one node."""
     node = world if node_size is None else node_size
     if world < 1:
         raise InvalidValue(f"world={world} has no ranks; use 1 or more")
     if node < 1 or world % node:
         raise InvalidValue(f"node_size={node} does not divide world={world}; nodes must be equal")
-    return {"world": world, "node": node, "cross": world // node}
+    return [range(first, first + node) for first in range(0, world, node)]

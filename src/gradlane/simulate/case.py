@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.strategy import Strategy, check_world
+from ..core.strategy import Strategy, parts
+from ..core.world_change import Expected, Slots
 from ..errors import InvalidValue
 from .after import same_bits
 from .ranks import Simulation
@@ -34,8 +35,15 @@ class Case:
     """What the last step has taken off the residual of one rank, on purpose."""
 
     def ranks(self, world: int, bucket_bytes: int | None = None) -> Simulation:
-        node = 2 if world % 2 == 0 else 1
-        return Simulation(copy.deepcopy(self.strategy), world, bucket_bytes=bucket_bytes, node_size=node)
+        node = 2 if world % 2 == 0 and world > 2 else 1  # several nodes
+        ranks = Simulation(copy.deepcopy(self.strategy), world, bucket_bytes=bucket_bytes, node_size=node)
+        for own, scopes in zip(ranks.strategies, ranks.scopes, strict=True):
+            own.enter(scopes, self.slots)
+        return ranks
+
+    @property
+    def slots(self) -> Slots:
+        return {name: Expected(torch.Size(shape), torch.float32) for name, shape in self.shapes.items()}
 
     def gradients(self, world: int, step: int) -> Tensors:
         generator = torch.Generator().manual_seed(1000 * world + step)
@@ -54,15 +62,17 @@ class Case:
 
     def _possible(self, world: int) -> bool:
         try:
-            check_world(self.strategy, world)
+            self.ranks(world)
         except InvalidValue:
             return False
         return True
 
     @property
     def several(self) -> int:
-        """A number of ranks above 2, if possible: with two ranks many strategies take another path."""
-        return min((world for world in self.worlds if world > 2), default=max(self.worlds))
+        """A number of ranks above 2, if possible: with two ranks many strategies take another path. With
+        three there is one in each node."""
+        least = 4 if any(part.uses_nodes for part in parts(self.strategy)) else 3
+        return min((world for world in self.worlds if world >= least), default=max(self.worlds))
 
 
 def first_difference(one: list[Tensors], two: list[Tensors], first: int = 0) -> str | None:

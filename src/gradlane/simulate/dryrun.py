@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from ..core.bucket import Bucket, Slot
-from ..core.collectives import Note, Payload, Request
+from ..core.collectives import Note, Payload, Request, check_parts
 from ..core.events import Event
 from ..core.running import Driver, Running
-from ..core.strategy import Reduced, Strategy, check_world, named_states
+from ..core.scopes import scopes_of
+from ..core.strategy import Reduced, Strategy, named_states
+from ..core.world_change import Expected
 from ..errors import InvalidValue, WrongType
 from ..strategies.local_steps import LocalSteps
 from ..strategies.text import parse
-from .buckets import Shape, scope_sizes, slots_of, split
+from .buckets import Shape, nodes_of, slots_of, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,10 @@ def price(
 ) -> StepCost:
     """The cost of one call of the strategy for these parameters; of ``LocalSteps``, of a round."""
     strategy = _emptied(strategy)
-    sizes = scope_sizes(world, node_size)
-    check_world(strategy, world)
+    scopes = scopes_of(0, nodes_of(world, node_size))
+    strategy.enter(scopes, {slot.name: Expected(slot.shape, dtype) for slot in slots})
     layouts = split(((slot, dtype) for slot in slots), bucket_bytes)
-    pricing = _Pricing(sizes)
+    pricing = _Pricing(scopes.sizes)
     buckets: list[Running] = []
     raw_bytes = 0
     for index, layout in enumerate(layouts):
@@ -110,7 +112,7 @@ def price(
         raw_bytes += flat.numel() * flat.element_size()
         bucket = Bucket(
             flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
-            is_last=index == len(layouts) - 1, sizes=sizes,
+            is_last=index == len(layouts) - 1, sizes=scopes.sizes, places=scopes.places,
         )  # fmt: skip
         buckets.append(Running(strategy, bucket, _ignore))
     pricing.drive(buckets)
@@ -175,15 +177,12 @@ class _Pricing(Driver[Running]):
 
 
 def _answer(request: Request, size: int) -> object:
+    check_parts(request, size)
     if request.kind == "all_reduce":
         return request.payloads[0][0]
-    if request.kind == "all_gather":
-        return [_like(request.payloads[0]) for _ in range(size)]
-    if len(request.payloads) != size:
-        raise InvalidValue(
-            f"all_to_all over {request.over} needs one payload for each of {size} ranks, "
-            f"got {len(request.payloads)}"
-        )
+    if request.kind == "reduce_scatter":
+        (tensor,) = request.payloads[0]
+        return tensor.new_empty(tensor.numel() // size)
     return [_like(request.payloads[0]) for _ in range(size)]
 
 

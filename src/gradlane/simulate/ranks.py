@@ -14,12 +14,13 @@ from ..core.collectives import Note
 from ..core.events import Event
 from ..core.one_model import exclusive_states
 from ..core.running import Running
+from ..core.scopes import scopes_of
 from ..core.scratch import Scratch
-from ..core.strategy import Strategy, check_world
+from ..core.strategy import Strategy
 from ..errors import InvalidValue, RanksDisagree, WrongState, WrongType
 from ..strategies.text import parse
 from .after import check_equal_results, poison
-from .buckets import flattened, scope_sizes, split
+from .buckets import flattened, nodes_of, split
 from .lock_step import LockStep, StepDriver
 
 Gradients = Mapping[str, Tensor]
@@ -48,9 +49,11 @@ class Simulation:
         self.strategies = _one_each(strategy, world)
         self.world = len(self.strategies)
         self.bucket_bytes = bucket_bytes
-        self.sizes = scope_sizes(self.world, node_size)
-        for own in self.strategies:
-            check_world(own, self.world)
+        nodes = nodes_of(self.world, node_size)
+        self.scopes = [scopes_of(rank, nodes) for rank in range(self.world)]
+        self.sizes = self.scopes[0].sizes
+        for own, scopes in zip(self.strategies, self.scopes, strict=True):
+            own.enter(scopes, {})
         self.steps = 0
         self._scratch: dict[tuple[int, int], Scratch] = {}  # by rank and bucket
         self.events: list[Event] = []
@@ -108,7 +111,7 @@ class Simulation:
             step.temporary.append(flat)
             bucket = Bucket(
                 flat=flat, layout=layout, step=self.steps, rank=rank, world=self.world, index=index,
-                is_last=index == count - 1, sizes=self.sizes,
+                is_last=index == count - 1, sizes=self.sizes, places=self.scopes[rank].places,
                 scratch=None if sparse else self._scratch.setdefault((rank, index), Scratch()),
             )  # fmt: skip
             ranks.append(Running(strategy, bucket, self._take_note))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..core.strategy import Leaf, Strategy, is_undoable, named_states
 from ..core.unsaved_state import unsaved_state
-from ..core.world_change import Expected, Fits
 from ..strategies.text import describe
 from .case import HALF, Case, first_difference
 from .plain_state import difference, part_of, unsavable, without_zeros
@@ -31,16 +30,13 @@ def a_resumed_run_is_the_same(case: Case) -> Iterator[str]:
     expected = case.run(case.ranks(world), 0, 2 * HALF)[HALF:]
     first, second = case.ranks(world), case.ranks(world)
     case.run(first, 0, HALF)
-    slots = {name: Expected(torch.Size(shape), torch.float32) for name, shape in case.shapes.items()}
     for old, new in zip(first.strategies, second.strategies, strict=True):
         state = old.state_dict()
         if (message := unsavable(state)) is not None:
             yield message
             return
         for leaf in named_states(old):
-            if isinstance(leaf.state, Fits) and (
-                wrong := leaf.state.fitting(part_of(state, leaf.path), slots)[1]
-            ):
+            if wrong := leaf.fitting(part_of(state, leaf.path), case.slots)[1]:
                 yield f"{leaf.owner}: {wrong[0]}; it can be saved, but not loaded again"
                 return
         new.load_state_dict(copy.deepcopy(state))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket
-from ..core.collectives import Payload, Request, all_gather, all_reduce, all_to_all, note
+from ..core.collectives import Payload, Request, all_gather, all_to_all, note
 from ..core.numbers import HUGE
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
@@ -77,6 +77,18 @@ class Cast(Strategy):
         # With a narrower exponent a bounded value may overflow, so the answer must be checked after all.
         return reduced if _has_range_of_fp32(self.dtype) else replace(reduced, bounded=False)
 
+    @property
+    def scatters(self) -> bool:
+        return self.inner.scatters
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        wire = _NarrowWire(self.dtype, bucket)
+        return await intercept(self.inner.scatter(replace(bucket, wire=self.dtype)), wire.answer)
+
+    async def gather(self, bucket: Bucket) -> list[Tensor]:
+        wire = _NarrowWire(self.dtype, bucket)
+        return await intercept(self.inner.gather(replace(bucket, wire=self.dtype)), wire.answer)
+
 
 class _NarrowWire:
     """Answers the requests of the strategy inside with narrowed ones."""
@@ -91,8 +103,8 @@ class _NarrowWire:
     async def answer(self, request: Request) -> object:
         if request.exact or not any(self._too_wide(tensor) for tensor in request.tensors):
             return await request
-        if request.kind == "all_reduce":
-            return await self._all_reduce(request)
+        if request.kind == "all_reduce" or request.kind == "reduce_scatter":
+            return await self._sum(request)
         widths = [tensor.dtype for tensor in request.payloads[0]]
         narrow = [await self._narrowed(payload) for payload in request.payloads]
         if request.kind == "all_gather":
@@ -103,7 +115,7 @@ class _NarrowWire:
             tuple(part.to(width) for part, width in zip(payload, widths, strict=True)) for payload in received
         ]
 
-    async def _all_reduce(self, request: Request) -> Tensor:
+    async def _sum(self, request: Request) -> Tensor:
         (wide,) = request.payloads[0]
         if wide.is_sparse:
             raise WrongType(
@@ -119,7 +131,10 @@ class _NarrowWire:
         (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
         if self.bucket.wants_sent and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
-        total = await all_reduce(narrow, op="sum" if mean else request.op or "sum", over=request.over)
+        total: Tensor = await replace(request, payloads=((narrow,),), op="sum" if mean else request.op)
+        if request.kind == "reduce_scatter":
+            start = self.bucket.place(request.over) * total.numel()
+            wide = wide[start : start + total.numel()]
         self.bounded = wide if bounded else None
         if not bounded and may_overflow(wide.dtype, self.dtype, MUCH_SMALLER) and _holds_numbers(wide):
             await note(overflow_sum=overflow(wide, total))

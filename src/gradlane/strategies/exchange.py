@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..aggregate.combine import Aggregate, check_aggregate, check_rule
 from ..aggregate.mean import mean
 from ..codecs.base import Codec
@@ -123,3 +125,13 @@ class Sharded(Strategy):
         received = await all_to_all(shards.encoded())
         answer = shards.answer(shards.combined(received, self.aggregate))
         return shards.reduced(await all_gather(answer))
+
+    @property
+    def scatters(self) -> bool:
+        return True
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        refuse_sparse(bucket, "Sharded")
+        shards = Shards(self.codec, bucket, size=bucket.flat.numel() // bucket.world)
+        part = shards.combined(await all_to_all(shards.encoded()), self.aggregate)
+        return part.to(bucket.flat.dtype)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..core.bucket import Bucket
-from ..core.collectives import all_reduce
+from ..core.collectives import all_reduce, reduce_scatter
 from ..core.strategy import Reduced, Strategy
 
 
@@ -20,8 +22,15 @@ class Mean(Strategy):
     def averages(self) -> bool:
         return True
 
+    @property
+    def scatters(self) -> bool:
+        return True
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat))
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        return await reduce_scatter(bucket.flat)
 
 
 @dataclass
@@ -30,6 +39,7 @@ class NodeMean(Strategy):
     ``local_steps(..., inside=NodeMean())``."""
 
     alike: ClassVar[bool] = False
+    uses_nodes: ClassVar[bool] = True
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(await all_reduce(bucket.flat, over="node"))
@@ -44,5 +54,12 @@ class Noop(Strategy):
 
     alike: ClassVar[bool] = False
 
+    @property
+    def scatters(self) -> bool:
+        return True
+
     async def reduce(self, bucket: Bucket) -> Reduced:
         return Reduced(bucket.flat)
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        return bucket.flat.view(bucket.world, -1)[bucket.rank].clone()

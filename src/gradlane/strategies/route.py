@@ -113,7 +113,7 @@ def _routed(first_patterns: tuple[tuple[str, str], ...], layout: Layout) -> Rout
     slots: dict[str, list[Slot]] = {pattern: [] for pattern in first.values()}
     start = 0
     for slot in layout:
-        chosen = first[next((p for p in first if fnmatchcase(slot.name, p)), OTHERWISE)]
+        chosen = first[next((p for p in first if fnmatchcase(slot.parameter, p)), OTHERWISE)]
         own, stop = slices[chosen], start + slot.numel
         if own and own[-1].stop == start:
             own[-1] = slice(own[-1].start, stop)

@@ -30,7 +30,9 @@ class Shards:
     another shard, or to a world of another size, and count as much there.
     """
 
-    def __init__(self, codec: Codec, bucket: Bucket, answer: Codec | None = None) -> None:
+    def __init__(
+        self, codec: Codec, bucket: Bucket, answer: Codec | None = None, size: int | None = None
+    ) -> None:
         self._codec, self._bucket = codec, bucket
         self._answer = answer or codec
         self._seed = bucket.seed(SALT, shared=False)
@@ -38,7 +40,7 @@ class Shards:
         self._own_sent: Tensor | None = None
         self._bounded = False
         granularity = math.lcm(codec.granularity, self._answer.granularity)
-        self.size = shard_size(bucket.flat.numel(), bucket.world, granularity)
+        self.size = shard_size(bucket.flat.numel(), bucket.world, granularity) if size is None else size
         """Elements of a shard on the wire: those of the longest."""
         self._parts = _cut(bucket.flat, self.size, bucket.world)
         self._own = self._parts[bucket.rank]

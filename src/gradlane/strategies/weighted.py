@@ -91,14 +91,27 @@ class WeightedMean(Strategy):
         if type(self.inner) is Mean and self.max_share is None and not _narrowed(bucket):
             return Reduced(await _in_one_message(bucket, own))
         flat = bucket.flat
-        factor = await self._factor(bucket, own)
-        wide = flat
-        if (dtype := _wide(flat)) != flat.dtype:
-            wide = bucket.empty("weighted", flat.numel(), dtype).copy_(flat)
-        # Not 0 * nan: the gradient of a rank that does not count must not reach the others.
-        wide = wide.mul_(factor) if factor else wide.zero_()
+        wide = await self._weighted(bucket, own)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
         return Reduced(reduced.mean if wide is flat else flat.copy_(reduced.mean))
+
+    @property
+    def scatters(self) -> bool:
+        return self.inner.scatters
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        wide = await self._weighted(bucket, self._step_weight.of(bucket))
+        part = await self.inner.scatter(replace(bucket, flat=wide))
+        return part.to(bucket.flat.dtype)
+
+    async def _weighted(self, bucket: Bucket, own: RankWeight) -> Tensor:
+        """This rank's part of a plain mean, in fp32 at least."""
+        factor = await self._factor(bucket, own)
+        wide = bucket.flat
+        if (dtype := _wide(wide)) != wide.dtype:
+            wide = bucket.empty("weighted", wide.numel(), dtype).copy_(wide)
+        # Not 0 * nan: the gradient of a rank that does not count must not reach the others.
+        return wide.mul_(factor) if factor else wide.zero_()
 
     async def _factor(self, bucket: Bucket, own: RankWeight) -> float:
         """The factor that makes this rank's gradient its part of a plain mean."""
