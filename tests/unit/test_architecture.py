@@ -46,7 +46,14 @@ def test_hook_modules_keep_live_annotations(name):
 
 def test_collectives_are_called_in_one_file_only():
     calls = ("allreduce(", "allgather(", "alltoall", ".all_reduce(", ".send([", ".recv([", "barrier(")
-    calls += ("dist.broadcast", "dist.reduce", "dist.all_", "dist.gather", "dist.scatter", "reduce_scatter_base(")
+    calls += (
+        "dist.broadcast",
+        "dist.reduce",
+        "dist.all_",
+        "dist.gather",
+        "dist.scatter",
+        "reduce_scatter_base(",
+    )
     found = {place(path) for path in SOURCE.rglob("*.py") if any(call in path.read_text() for call in calls)}
     # one_rank answers them, for a rank alone; the private name of one is in torch_internals
     assert found == {"lane/perform.py", "lane/one_rank.py", "torch_internals.py"}
