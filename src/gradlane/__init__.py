@@ -1,11 +1,11 @@
 """gradlane: how gradients travel between workers in PyTorch.
 
-Attach a strategy to a DDP model with ``attach``, or call ``reduce_gradients`` in a loop without DDP. The
-names that are imported here are the public ones; everything else in the package is internal.
+Attach a strategy to a model of DDP or FSDP2 with ``attach``, or call ``reduce_gradients`` in a loop without
+them. The names that are imported here are the public ones; everything else in the package is internal.
 
 - Start and end: ``attach``, ``Attachment``, ``reduce_gradients``, ``init_elastic``, ``shutdown``
 - Means and wrappers: ``Mean``, ``Noop``, ``Cast``, ``After``, ``Route``, ``WeightedMean``, ``Private``,
-  ``Hierarchical``
+  ``Hierarchical``, ``AcrossReplicas``
 - Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
   (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``ChunkTopK``, ``RandomK``,
   ``Raw``), or around ``PowerSGD``, ``AcpSGD``
@@ -68,9 +68,11 @@ from .less_often import local_steps
 from .session.attachment import Attachment
 from .session.local_training import LocalTraining
 from .session.own_loop import OwnLoop
+from .session.sharded import ShardedAttachment
 from .simulate.check import Finding, check_strategy
 from .simulate.dryrun import StepCost, dry_run
 from .simulate.ranks import Simulation
+from .strategies.across_replicas import AcrossReplicas
 from .strategies.cast import Cast
 from .strategies.combined import Combined
 from .strategies.dgc import DGC
@@ -101,6 +103,7 @@ __all__ = [
     "EF21",
     "NNM",
     "AcpSGD",
+    "AcrossReplicas",
     "AdaSum",
     "After",
     "Attachment",
@@ -156,6 +159,7 @@ __all__ = [
     "Rule",
     "RunInfo",
     "Sharded",
+    "ShardedAttachment",
     "SharedMomentum",
     "Sign",
     "Simulation",

@@ -1,4 +1,4 @@
-"""``attach``: one strategy on one DDP model.
+"""``attach``: one strategy on one model, of DDP or of FSDP2.
 
 No ``from __future__ import annotations`` here: DDP compares a hook's annotations by identity.
 """
@@ -6,7 +6,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
 from .feed.sharded_models import refuse_sharded
+from .fsdp_internals import param_groups
 from .lane.base import completed_future
 from .session.attachment import Attachment
+from .session.sharded import ShardedAttachment
 from .settings import ScaledOptions, Settings
 from .strategies.as_strategy import as_strategy
 from .torch_internals import call_after_backward, registered_hook, steps_in_backward, uncompiled
@@ -70,17 +72,28 @@ def _raise_after_backward(error: Exception) -> None:
     call_after_backward(lambda: call_after_backward(raise_it))
 
 
+@overload
 def attach(
-    ddp: DistributedDataParallel, strategy: Strategy | str, **options: "Unpack[ScaledOptions]"
-) -> Attachment:
-    """Let a strategy reduce the gradients of a DDP model, on the model's own process group.
+    model: DistributedDataParallel, strategy: Strategy | str, **options: "Unpack[ScaledOptions]"
+) -> Attachment: ...
+@overload
+def attach(
+    model: torch.nn.Module, strategy: Strategy | str, **options: "Unpack[ScaledOptions]"
+) -> Attachment | ShardedAttachment: ...
+def attach(
+    model: torch.nn.Module, strategy: Strategy | str, **options: "Unpack[ScaledOptions]"
+) -> Attachment | ShardedAttachment:
+    """Let a strategy reduce the gradients of a DDP model, on the model's own process group; or those of a
+    model of FSDP2.
 
     Call it on every rank, after DDP has wrapped the model and before the first backward. All ranks
     compare library version, strategy and options, world size and parameters; if anything differs
     all of them raise ``RanksDisagree`` and name it.
 
     Args:
-        ddp: the ``DistributedDataParallel`` model.
+        model: a ``DistributedDataParallel`` model, or one that ``fully_shard`` or ``replicate`` has prepared.
+            With replicas (a mesh of two dimensions) the strategy carries each rank's shard across them. On a
+            mesh of one dimension ``fully_shard`` has none: then the strategy is its reduce-scatter.
         strategy: a strategy, or its text: ``"Cast(Mean(), bfloat16)"``. A strategy with memory is for one
             model: it is refused while it works on another one, and when it has another one's memory.
         observer: called with an ``Event`` for every request, on the lane's thread; a sink such as
@@ -99,19 +112,23 @@ def attach(
         verify_every: compare a hash of the weights, and of the state that is the same on all ranks, every so
             many steps; if they differ all ranks raise ``RanksDisagree`` and name the ranks. Default: never.
     """
-    _check_model(ddp)
+    _check_process_group()
     strategy = as_strategy(strategy)
+    inner = uncompiled(model)
+    if isinstance(inner, torch.nn.Module) and param_groups(inner):
+        return _attach_sharded(inner, strategy, Settings(**options))
+    return _attach_ddp(_checked_model(model), strategy, Settings(**options))
+
+
+def _attach_ddp(ddp: DistributedDataParallel, strategy: Strategy, settings: Settings) -> Attachment:
     port = _ports.get(ddp)
     if port is not None and port.attachment is not None:
-        raise WrongState(
-            "this model has an attachment already; use attachment.swap(strategy), or close() it first"
-        )
+        raise _attached_already()
     if port is None and (hook := registered_hook(ddp)) is not None:
         raise WrongState(
             f"DDP has the hook {hook!r} registered, and accepts one hook in its "
             "life; wrap the model in DDP again, or do not register that hook"
         )
-    settings = Settings(**options)
     _refuse_steps_in_backward(ddp)
     attachment = Attachment(ddp, strategy, settings)
     if port is None:
@@ -151,15 +168,38 @@ def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
 def _detach(ddp: "weakref.ref[DistributedDataParallel]") -> None:
     if (model := ddp()) is not None:
         _ports[model].attachment = None
-        vars(model).pop(KEPT, None)
+        _forget(weakref.ref(model))
 
 
-def _check_model(ddp: object) -> None:
+def _attach_sharded(model: torch.nn.Module, strategy: Strategy, settings: Settings) -> ShardedAttachment:
+    if vars(model).get(KEPT) is not None:
+        raise _attached_already()
+    attachment = ShardedAttachment(model, strategy, settings)
+    vars(model)[KEPT] = attachment
+    attachment.on_close = partial(_forget, weakref.ref(model))
+    return attachment
+
+
+def _forget(model: "weakref.ref[torch.nn.Module]") -> None:
+    if (found := model()) is not None:
+        vars(found).pop(KEPT, None)
+
+
+def _attached_already() -> WrongState:
+    return WrongState(
+        "this model has an attachment already; use attachment.swap(strategy), or close() it first"
+    )
+
+
+def _check_process_group() -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise WrongState(
             "there is no process group; call torch.distributed.init_process_group first, then wrap "
             "the model in DistributedDataParallel, then attach"
         )
+
+
+def _checked_model(ddp: object) -> DistributedDataParallel:
     if not isinstance(ddp, DistributedDataParallel):
         if isinstance(uncompiled(ddp), DistributedDataParallel):
             raise WrongType("attach to the DDP model itself, before or after torch.compile(ddp) took it")
@@ -171,3 +211,4 @@ def _check_model(ddp: object) -> None:
             f"attach needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first: "
             "ddp = DistributedDataParallel(model)"
         )
+    return ddp

@@ -64,7 +64,7 @@ def attach_with_optimizer(
     def attached(reducing: Strategy) -> Session:
         if alone and attach_alone is not None:
             return attach_alone(reducing)
-        return attach(model, reducing, **options)  # type: ignore[arg-type]  # it refuses other models
+        return attach(model, reducing, **options)  # it refuses other models
 
     if isinstance(strategy, After) and sends_momentum(strategy):
         return _frozen_later(checked_optimizer(optimizer), strategy, attached)

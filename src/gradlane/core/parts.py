@@ -91,6 +91,11 @@ def part_shape(shape: torch.Size, count: int) -> torch.Size:
     return torch.Size([-(-shape.numel() // count)])
 
 
+def rows_shape(shape: torch.Size, count: int) -> torch.Size:
+    """The shape of one of ``count`` parts by rows, however much padding that needs: FSDP's rule."""
+    return torch.Size([-(-shape[0] // count), *shape[1:]])
+
+
 def part_name(name: str, place: int, count: int) -> str:
     """``weight[1/4]``: the second of four parts."""
     return f"{name}[{place}/{count}]"

@@ -34,12 +34,25 @@ ALONE = Scopes(dict.fromkeys(SCOPES, 1), dict.fromkeys(SCOPES, 0))
 """Of a rank without peers."""
 
 
-def scopes_of(rank: int, nodes: Sequence[Sequence[int]]) -> Scopes:
-    """The scopes of one rank; ``nodes`` has the ranks of each node."""
+Members = Mapping[Scope, Sequence[int]]
+"""The ranks of each scope that one rank is in."""
+
+
+def members_of(rank: int, nodes: Sequence[Sequence[int]]) -> Members:
+    """``nodes`` has the ranks of each node."""
     mine = next(node for node in nodes if rank in node)
-    index = mine.index(rank)
-    sizes = {"world": sum(map(len, nodes)), "node": len(mine)}
-    places = {"world": rank, "node": index}
+    members: dict[Scope, Sequence[int]] = {"world": range(sum(map(len, nodes))), "node": list(mine)}
     if len({len(node) for node in nodes}) == 1:
-        sizes["cross"], places["cross"] = len(nodes), nodes.index(mine)
-    return Scopes(sizes, places)
+        members["cross"] = [node[mine.index(rank)] for node in nodes]
+    return members
+
+
+def scopes_among(rank: int, members: Members) -> Scopes:
+    return Scopes(
+        {over: len(ranks) for over, ranks in members.items()},
+        {over: list(ranks).index(rank) for over, ranks in members.items()},
+    )
+
+
+def scopes_of(rank: int, nodes: Sequence[Sequence[int]]) -> Scopes:
+    return scopes_among(rank, members_of(rank, nodes))

@@ -1,15 +1,11 @@
 """Watches DDP's own collectives: rebuilt buckets in the second forward, buffers in each forward, ``join``.
 
-They run on the model's process group, outside of the lane, and wait for that group's timeout without a log
-line. The lane's thread watches them while it is idle. The stack of the training thread shows where DDP waits.
+The stack of the training thread shows where DDP waits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -21,7 +17,6 @@ from ..agree.limits import Limit
 from ..errors import PeerLost
 from ..lane.perform import sever
 from ..lane.thread import ThreadLane
-from ..lane.watchdog import FORWARD, Position, watch
 from ..torch_internals import (
     COMMUNICATING_FILES,
     COMMUNICATING_FUNCTIONS,
@@ -31,46 +26,17 @@ from ..torch_internals import (
     wrap_pre_forward,
 )
 from .step import Step
-
-BROKEN = ("gloo", "pair closure", "onnection")
-"""Parts of Gloo's error messages, mostly of file names, that no other error of DDP contains."""
+from .torch_waits import TorchWaits
 
 
-class DdpWaits:
-    """The collectives of one DDP model.
-
-    A rank that is late is logged. A wait ends after the limit, and a broken connection raises ``PeerLost``.
-    This object keeps neither the model nor its step alive.
-    """
+class DdpWaits(TorchWaits):
+    """The collectives of one DDP model."""
 
     def __init__(
         self, ddp: DistributedDataParallel, lane: ThreadLane, step: Step, *, limit: Limit, of_group: Limit
     ) -> None:
+        super().__init__(lane, step, limit=limit, of_group=of_group)
         self._ddp = weakref.ref(ddp)
-        self._lane = lane
-        self._step = weakref.ref(step)
-        self._shorter = limit.seconds < of_group.seconds  # else the group's own timeout ends the wait
-        self._limit = limit if self._shorter else of_group
-        self._trainer = threading.get_ident()
-        self._inside = False  # in code of DDP that may communicate, except for join()
-        self._last_position: Position | None = None
-        self._since = 0.0
-        self._watching = False
-
-    @contextlib.contextmanager
-    def during(self) -> Iterator[None]:
-        """Around code of DDP that may communicate. A broken connection becomes ``PeerLost``."""
-        self._trainer = threading.get_ident()
-        self._inside = True
-        try:
-            yield
-        except RuntimeError as error:
-            if not any(words in str(error) for words in BROKEN):
-                raise
-            where = f"{Position(self._next_step(), -1, FORWARD, '')}, {_doing(_frames_of(error))}"
-            raise self._lane.ddp_connection_broke(where, error, self._limit, self._sever) from error
-        finally:
-            self._inside = False
 
     def would_hang(self, failure: BaseException) -> bool:
         """Whether DDP would wait for a lost rank at the end of this backward, to compare which parameters
@@ -83,48 +49,17 @@ class DdpWaits:
         self._sever()
         return True
 
-    def check(self) -> None:
-        """While DDP waits, log which rank is late; end the wait after the limit. On the lane's thread."""
-        position, now = self.position(), time.monotonic()
-        if position != self._last_position:
-            self._last_position, self._since = position, now
-        if position is None:
-            return
-        if not self._watching:
-            self._watching = True
-            threading.Thread(target=self._watch, name="gradlane-late", daemon=True).start()
-        if self._shorter and now - self._since > self._limit.seconds:
-            self._since = now
-            self._sever()
-
-    def position(self) -> Position | None:
+    def _doing(self, error: BaseException | None = None) -> str | None:
+        if error is not None:
+            return _communication(_frames_of(error))
         ddp = self._ddp()
         if ddp is None or not (self._inside or in_join(ddp)):
             return None
-        doing = _doing(_outwards(sys._current_frames().get(self._trainer)))
-        return None if doing is None else Position(self._next_step(), -1, FORWARD, doing)
-
-    def _watch(self) -> None:
-        over = threading.Event()
-
-        def where() -> Position | None:
-            if (position := self.position()) is None:
-                over.set()
-            return position
-
-        try:
-            watch(self._lane.board, where, over)
-        finally:
-            self._watching = False
+        return _communication(_outwards(sys._current_frames().get(self._trainer)))
 
     def _sever(self) -> None:
-        """Close the connections of DDP's group: ranks that wait for this one would wait for its timeout."""
         if (ddp := self._ddp()) is not None:
             sever(backend_of_group(ddp.process_group, torch.device("cpu")))
-
-    def _next_step(self) -> int:
-        step = self._step()
-        return -1 if step is None else step.next
 
 
 def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], None]:
@@ -139,7 +74,7 @@ def watch_over(ddp: DistributedDataParallel, waits: DdpWaits) -> Callable[[], No
     return undo
 
 
-def _doing(frames: Iterator[FrameType]) -> str | None:
+def _communication(frames: Iterator[FrameType]) -> str | None:
     """What DDP communicates in the first of these frames that belongs to it."""
     for frame in frames:
         doing = COMMUNICATING_FUNCTIONS.get(frame.f_code.co_name)

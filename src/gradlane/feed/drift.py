@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -50,12 +50,26 @@ class DriftCheck:
     weights: Callable[[], Mapping[str, Tensor]]
     state: Callable[[], Mapping[Any, Any]]
     """What the strategy keeps identical on all ranks."""
+    alike: Sequence[Sequence[int]] = ()
+    """Which ranks have the same weights; all of them if this is empty."""
 
     def due(self, step: int) -> bool:
         return (step + 1) % self.every == 0
 
     def error_of(self, step: int, *, joined: bool = False) -> BaseException | None:
         """The error to raise on all ranks: which ranks differ from the others, and in what."""
+        found = self.differing(step, joined=joined)
+        if not isinstance(found, tuple):
+            return found
+        who, what = found
+        return RanksDisagree(
+            f"step {step}: rank {who} of {self.world} has drifted from the others in {what}; load one "
+            "checkpoint on all ranks, and look for code that changes weights, or draws random numbers, on some "
+            "ranks only"
+        )
+
+    def differing(self, step: int, *, joined: bool = False) -> tuple[str, str] | BaseException | None:
+        """The ranks that differ from the others, and in what; or the error of the lane. Collective."""
         weights = self.weights()
         device = next(iter(weights.values())).device
         hashes = dict.fromkeys([*weights, STATE], NO_VOTE)
@@ -65,22 +79,23 @@ class DriftCheck:
         table = self._gathered([NO_VOTE if joined else hashed(repr(hashes))], step, device)
         if isinstance(table, BaseException):
             return table
-        if not minority(total for (total,) in table):
+        if not self._drifted([total for (total,) in table]):
             return None
         table = self._gathered(list(hashes.values()), step, device)
         if isinstance(table, BaseException):
             return table
         differing = {
-            name: minority(column) for name, column in zip(hashes, zip(*table, strict=True), strict=True)
+            name: self._drifted(column) for name, column in zip(hashes, zip(*table, strict=True), strict=True)
         }
         names = [name for name, ranks in differing.items() if ranks]
         ranks = sorted({rank for name in names for rank in differing[name]})
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return RanksDisagree(
-            f"step {step}: rank {', '.join(map(str, ranks))} of {self.world} has drifted from the others in "
-            f"{names[0]}{more}; load one checkpoint on all ranks, and look for code that changes weights, or "
-            "draws random numbers, on some ranks only"
-        )
+        return ", ".join(map(str, ranks)), f"{names[0]}{more}"
+
+    def _drifted(self, hashes: Sequence[int]) -> list[int]:
+        """The ranks that differ from most of those that should have the same."""
+        alike = self.alike or [range(self.world)]
+        return [ranks[index] for ranks in alike for index in minority(hashes[rank] for rank in ranks)]
 
     def _gathered(self, own: list[int], step: int, device: torch.device) -> list[list[int]] | BaseException:
         """The numbers of all ranks, one row each; or the error of the lane."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import WrongState
+from ..fsdp_internals import local
 from ..kernels.finite import all_finite
 from ..log import log
 from ..torch_internals import current_backward
@@ -114,7 +115,7 @@ class OptimizerHooks:
         """Warn once of an optimizer that has hand-made copies of the weights: nobody withholds those."""
         if self._warned or any(other.concerns(optimizer) for other in _open):
             return
-        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+        gradients = [local(p.grad) for p in _parameters(optimizer) if p.grad is not None]
         if not all(map(all_finite, gradients)):
             self._warned = True
             log.warning(_COPIES, type(optimizer).__name__)

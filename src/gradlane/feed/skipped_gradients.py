@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..fsdp_internals import local
 from ..torch_internals import sparse_values
 
 
@@ -83,4 +84,4 @@ def _before_adding(gradients: weakref.ref[SkippedGradients], key: int, grad: Ten
 
 
 def _any(grad: Tensor) -> bool:
-    return bool((sparse_values(grad) if grad.is_sparse else grad).count_nonzero())
+    return bool((sparse_values(grad) if grad.is_sparse else local(grad)).count_nonzero())

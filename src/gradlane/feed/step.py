@@ -88,6 +88,8 @@ class Step:
         self._layouts: list[Layout] = []  # of the buckets of this step so far
         self._last_layouts: list[Layout] = []  # of the last step that had all its buckets
         self._expected: list[list[str]] = []  # names in the buckets of the next step, if these are others
+        self.same_buckets = False
+        """Whether a step has the same buckets in every process, so that a checkpoint need not know them."""
 
     def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
         """Before the first bucket. A rank that has ``joined`` has no data any more, and sends zeros."""
@@ -109,14 +111,19 @@ class Step:
         is_last: bool,
         finish: Finish = same,
         raises: bool = False,
+        scratch: Scratch | None = None,
+        dense_bytes: int | None = None,
     ) -> Future[Tensor]:
         """Give the lane the next bucket. The future holds its mean, as ``finish`` leaves it.
 
-        Strategies see a complex gradient as pairs of real numbers, and so does ``layout``.
+        Strategies see a complex gradient as pairs of real numbers, and so does ``layout``. A gradient that is
+        at another address in each step comes with its own ``scratch``. ``dense_bytes``: what the plain mean
+        of it would send, if that is not an all-reduce over all ranks.
         """
         self._change_to(State.SUBMITTED if is_last else State.BEGUN)
         self.next += is_last
-        scratch = None if flat.is_sparse else self._scratch_for(flat)
+        if scratch is None and not flat.is_sparse:
+            scratch = self._scratch_for(flat)
         if flat.is_complex():
             flat, finish = torch.view_as_real(flat).view(-1), partial(_finish_complex, finish)
         bucket = Bucket(
@@ -138,7 +145,9 @@ class Step:
         if is_last:
             self._last_layouts, self._expected = self._layouts, []
         raw = flat.numel() * flat.element_size()
-        self._book.gradient(raw, wire_bytes("all_reduce", raw, self.world), is_last)
+        if dense_bytes is None:
+            dense_bytes = wire_bytes("all_reduce", raw, self.world)
+        self._book.gradient(raw, dense_bytes, is_last)
         if self.scaler is not None:
             strategy = unscaled(strategy, self.scaler)
         if self._refusal is not None:
@@ -198,6 +207,8 @@ class Step:
 
     def layout(self) -> list[list[str]]:
         """The names of the parameters in each bucket of the next step; none before the first step."""
+        if self.same_buckets:
+            return []
         if isinstance(self._target, ResumedBuckets):
             return self._target.layout
         return self._expected or [[slot.name for slot in layout] for layout in self._last_layouts]

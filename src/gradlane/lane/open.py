@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -17,10 +17,11 @@ from ..agree.compare import as_note, objection, refuse_differences, refuse_objec
 from ..agree.limits import Limit
 from ..core.collectives import Scope
 from ..core.events import Listener
-from ..core.scopes import Scopes, scopes_of
+from ..core.scopes import Scopes, members_of, scopes_among
 from ..errors import GradlaneError, InvalidValue, WrongState
 from ..torch_internals import store_of_group
 from .base import Lane, collect_dropped_lanes
+from .mesh_ranks import Mesh, backing
 from .nodes import nodes_of, scope_groups
 from .one_rank import OneRank
 from .peers import Peers
@@ -53,6 +54,7 @@ def open_lane(
     parameters: list[str],
     limit: Limit,
     ranks_per_node: int | None = None,
+    mesh: Mesh | None = None,
     against: GradlaneError | None = None,
     enter: Callable[[Scopes], None] = _any_scopes,
     uses_nodes: bool = False,
@@ -60,16 +62,18 @@ def open_lane(
 ) -> Opened:
     """Compare ``must_agree`` and ``parameters`` over all ranks of the group, then connect. If they differ, if
     a rank has something ``against`` it, or if ``enter`` refuses the scopes on a rank, all ranks raise.
-    ``uses_nodes``: requests may be over other scopes than the world."""
+    ``uses_nodes``: requests may be over other scopes than the world. Scopes are those of the ``mesh``, if
+    there is one, and nodes otherwise."""
     backend = backend_of(group, device)
     if backend == "fake":  # torch's stand-in for tests of control flow: it has no peers
         if against is not None:
             raise against
         nodes = nodes_of([""] * group.size(), ranks_per_node)
-        scopes = scopes_of(group.rank(), nodes)
+        scopes = scopes_among(group.rank(), mesh.members if mesh else members_of(group.rank(), nodes))
         enter(scopes)
         board = Board(dist.HashStore(), "alone", 0, 1, limit)
-        return Opened(_on_stream(group, nodes, scopes, device, listener, limit, uses_nodes), board, scopes)
+        groups = _stream_groups(group, mesh, nodes, scopes, limit, uses_nodes)
+        return Opened(StreamLane(groups, device, listener), board, scopes)
     collect_dropped_lanes()
     serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
@@ -87,31 +91,29 @@ def open_lane(
         _, notes = board.agree("parameters", {**must_agree, "parameters": parameters}, doing=doing)
     refuse_differences(notes, tuple(must_agree), doing)
     nodes = nodes_of([note["host"] for note in notes], ranks_per_node)
-    scopes = scopes_of(board.rank, nodes)
+    members = mesh.members if mesh else members_of(board.rank, nodes)
+    scopes = scopes_among(board.rank, members)
     refusal = objection(lambda: enter(scopes))
     _, notes = board.agree("enter", {"objection": as_note(refusal)}, doing=doing)
     refuse_objections(notes, refusal, doing)
     if backend in STREAM_BACKENDS:
-        return Opened(_on_stream(group, nodes, scopes, device, listener, limit, uses_nodes), board, scopes)
-    peers = Peers(board, nodes)
+        groups = _stream_groups(group, mesh, nodes, scopes, limit, uses_nodes)
+        return Opened(StreamLane(groups, device, listener), board, scopes)
+    peers = Peers(board, members)
     peers.group("world", "first", 0)
     board.gone = peers.gone
     return Opened(ThreadLane(peers, listener, name=f"gradlane-{serial}"), board, scopes)
 
 
-def _on_stream(
-    group: Any,
-    nodes: list[list[int]],
-    scopes: Scopes,
-    device: torch.device,
-    listener: Listener,
-    limit: Limit,
-    uses_nodes: bool,
-) -> StreamLane:
-    groups: dict[Scope, Any] = {"world": group}
+def _stream_groups(
+    group: Any, mesh: Mesh | None, nodes: list[list[int]], scopes: Scopes, limit: Limit, uses_nodes: bool
+) -> Mapping[Scope, Any]:
+    """torch's own groups, for a backend whose collectives run on the device."""
+    if mesh is not None:
+        return mesh.groups
     if uses_nodes:
-        groups = scope_groups(group, nodes, scopes, limit.seconds)
-    return StreamLane(groups, device, listener)
+        return scope_groups(group, nodes, scopes, limit.seconds)
+    return {"world": group}
 
 
 def _digest(lines: list[str]) -> str:
@@ -122,7 +124,7 @@ def backend_of(group: Any, device: torch.device) -> str:
     """The backend that serves this device; says what to use instead where none fits."""
     if isinstance(group, OneRank):
         return "fake"  # it has no peers either
-    config = str(dist.get_backend_config(group))
+    config = str(dist.get_backend_config(backing(group)))
     served = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {}
     backend = served.get(device.type, config)
     if backend in HOST_BACKENDS and device.type != "cpu":

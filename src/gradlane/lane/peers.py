@@ -15,6 +15,7 @@ from ..agree.board import Board, Document
 from ..agree.deadline import NoAnswer, within
 from ..agree.limits import Limit
 from ..core.collectives import Scope
+from ..core.scopes import Members
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
 from .gloo_workers import wait_for_idle_workers
 from .perform import is_closed, sever
@@ -33,12 +34,12 @@ class Peers:
     can close them: its peers notice at once, all report through the store, and the next step forms new ones.
     """
 
-    def __init__(self, board: Board, nodes: list[list[int]]) -> None:
+    def __init__(self, board: Board, members: Members) -> None:
         self.board = board
         self.rank = board.rank
         self.world = board.world
         self.timeout = board.timeout
-        self._nodes = nodes  # the ranks of each
+        self._scope_members = members
         self.groups: dict[tuple[Scope, Queue], Any] = {}
         """Those that are formed; ``group`` forms one."""
         self._dropped = False
@@ -85,17 +86,11 @@ class Peers:
             raise self.diagnose(where, error) from error
 
     def _members(self, over: Scope) -> list[int]:
-        if over == "world":
-            return list(range(self.world))
-        mine = next(node for node in self._nodes if self.rank in node)
-        if over == "node":
-            return mine
-        if len({len(node) for node in self._nodes}) > 1:
-            counts = [len(node) for node in self._nodes]
+        if over not in self._scope_members:
             raise InvalidValue(
-                f"over='cross' needs nodes of equal size, these have {counts} ranks; use over='world'"
+                f"over={over!r} needs nodes with equally many ranks, and these differ; use over='world'"
             )
-        return [node[mine.index(self.rank)] for node in self._nodes]
+        return list(self._scope_members[over])
 
     def report(self, where: str, error: BaseException, *, raised: bool) -> None:
         """Write into the store why this rank gives up; peers read it when their connection breaks."""

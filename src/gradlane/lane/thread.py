@@ -152,13 +152,18 @@ class ThreadLane(Driver[Job]):
     def board(self) -> Board:
         return self._peers.board
 
-    def ddp_connection_broke(
-        self, where: str, error: BaseException, limit: Limit, close_ddp: Callable[[], None]
+    def torch_connection_broke(
+        self, where: str, error: BaseException, limit: Limit, close_torchs: Callable[[], None]
     ) -> PeerFailed:
-        """A connection of DDP's own group broke, while nothing is under way on the lane. Close DDP's
-        connections and the lane's: peers may wait there for this rank. Then find out who is lost."""
+        """A connection of torch's own group broke. Close torch's connections and the lane's: peers may wait
+        there for this rank. Then find out who is lost."""
+        self.drain()  # the lane may have buckets of an FSDP model; their peers still answer, or are lost too
+        failure = self.take_failure()
+        if isinstance(failure, PeerFailed):
+            close_torchs()
+            return failure
         self._peers.report(where, error, raised=False)
-        close_ddp()
+        close_torchs()
         self._peers.close()
         failure = self._peers.diagnose(where, error, limit)
         self._peers.start_over()

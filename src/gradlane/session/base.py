@@ -28,6 +28,7 @@ from ..feed.nonfinite import WORDS, NonFinitePolicy
 from ..feed.optimizer_hooks import OptimizerHooks
 from ..feed.step import State, Step
 from ..lane.base import Lane
+from ..lane.mesh_ranks import Mesh
 from ..lane.open import Opened
 from ..log import log
 from ..settings import Settings
@@ -73,8 +74,10 @@ class Session(ABC):
         *,
         doing: str,
         must_agree: Document,
+        mesh: Mesh | None = None,
     ) -> None:
-        """Collective. ``owner`` is the user's model, a DDP model say, and ``module`` has the parameters."""
+        """Collective. ``owner`` is the user's model, a DDP model say, and ``module`` has the parameters.
+        Scopes are those of the ``mesh``, or nodes."""
         self.strategy = strategy
         self.settings = settings
         self._closed = False
@@ -87,7 +90,7 @@ class Session(ABC):
         warn_of_unmatched(strategy, self._parameter_names())
         opened = open_for(
             strategy, module, self._parameters, group=group, device=device, settings=settings,
-            ledger=self._ledger, doing=doing, must_agree=must_agree, gives=self.gives,
+            ledger=self._ledger, doing=doing, must_agree=must_agree, gives=self.gives, mesh=mesh,
         )  # fmt: skip
         claim(strategy, self._ownership)
         self._unless_closed = weakref.finalize(owner, _model_collected, weakref.ref(self), opened.lane)
@@ -303,12 +306,18 @@ class Session(ABC):
         return None if self._freezing is None else self._freezing.before_step(joined)
 
     def _drift_check(self, opened: Opened) -> DriftCheck | None:
-        if self.settings.verify_every is None:
-            return None
+        every = self.settings.verify_every
+        return None if every is None else self._drift(every, opened.lane)
+
+    def _drift(self, every: int, lane: Lane) -> DriftCheck:
         return DriftCheck(
-            self.settings.verify_every, opened.lane, opened.scopes.rank, opened.scopes.world,
-            weights=self._replicated, state=lambda: shared_state(self.strategy),
+            every, lane, self._scopes.rank, self._scopes.world,
+            weights=self._replicated, state=lambda: shared_state(self.strategy), alike=self._alike(),
         )  # fmt: skip
+
+    def _alike(self) -> list[list[int]]:
+        """Which ranks have the same weights; none stands for all."""
+        return []
 
     def _parameter_names(self) -> list[str]:
         return [parameter.name for parameter in self._parameters]

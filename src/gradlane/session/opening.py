@@ -18,6 +18,7 @@ from ..core.strategy import Strategy, parts
 from ..core.unsaved_state import refuse_unsaved_state
 from ..errors import GradlaneError, InvalidValue
 from ..lane.base import Lane
+from ..lane.mesh_ranks import Mesh, backing
 from ..lane.open import Opened, open_lane
 from ..settings import Settings
 from ..strategies.text import describe
@@ -37,6 +38,7 @@ def open_for(
     doing: str,
     must_agree: Document,
     gives: str,
+    mesh: Mesh | None = None,
 ) -> Opened:
     """Open the lane; if ranks differ, or one of them objects to the strategy, all ranks raise."""
     run = RunInfo(group.rank(), group.size(), describe(strategy))
@@ -54,8 +56,9 @@ def open_for(
                 "observer": ready,
             },
             parameters=list(map(str, parameters)),
-            limit=limit_of(settings.timeout, group, device),
+            limit=limit_of(settings.timeout, backing(group), device),
             ranks_per_node=settings.ranks_per_node,
+            mesh=mesh,
             against=objection_to(strategy, module, gives),
             enter=lambda scopes: strategy.enter(scopes, slots_of(parameters)),
             uses_nodes=any(part.uses_nodes for part in parts(strategy)),

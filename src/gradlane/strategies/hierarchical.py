@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..core.bucket import Bucket, as_layout
-from ..core.parts import Parts, part_name, part_shape, parts_of
-from ..core.scopes import ALONE, Scopes
-from ..core.strategy import Reduced, Strategy, named_states
+from ..core.parts import Parts, part_shape, parts_of
+from ..core.scopes import Scopes
+from ..core.strategy import Reduced, Strategy
 from ..core.subworld import in_scope, within
-from ..core.world_change import Expected, OneField, Slots
+from ..core.world_change import Slots
 from ..errors import InvalidValue, WrongType
 from .checks import refuse_sparse
-from .feedback import EF21, ErrorFeedback
 from .mean import Mean
-from .nesting import check_nesting
-from .recut import Recut
-from .weighted import WeightedMean
+from .on_parts import OnParts
 
 
 @dataclass
-class Hierarchical(Strategy):
+class Hierarchical(OnParts):
     """Reduce-scatter in the node, ``cross`` on this rank's part across the nodes, all-gather in the node.
 
     Each of the g ranks of a node has one part of every parameter, and carries it across. So a node sends what
@@ -38,51 +34,24 @@ class Hierarchical(Strategy):
     per node ``cross`` works alone, with a single node ``inner`` does.
     """
 
-    cross: Strategy
     inner: Strategy = field(default_factory=Mean)
-    linear: ClassVar[bool] = True
-    keeps_privacy: ClassVar[bool] = False
-    uses_nodes: ClassVar[bool] = True
-    _scopes: Scopes = field(init=False, repr=False, compare=False, default=ALONE)
-    _slots: Slots = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, part in (("cross", self.cross), ("inner", self.inner)):
-            if not isinstance(part, Strategy):
-                raise WrongType(
-                    f"Hierarchical {name}={type(part).__name__} is not a strategy; write "
-                    "Hierarchical(ErrorFeedback(Sharded(Int4())))"
-                )
+        if not isinstance(self.inner, Strategy):
+            raise WrongType(
+                f"Hierarchical inner={type(self.inner).__name__} is not a strategy; write "
+                "Hierarchical(ErrorFeedback(Sharded(Int4())), inner=Mean())"
+            )
         if not self.inner.scatters:
             raise InvalidValue(
                 f"Hierarchical inner={type(self.inner).__name__} cannot reduce one part per rank; use "
                 "Mean(), Cast(Mean(), bfloat16) or Sharded(codec), and put anything else in cross="
             )
-        check_nesting(self)
+        super().__post_init__()
 
-    def refuses_inside(self, part: Strategy) -> str | None:
-        if isinstance(part, Hierarchical):
-            return "Hierarchical inside Hierarchical: there are two levels, nodes and ranks; use one"
-        if part.uses_nodes or not part.alike:
-            return (
-                f"{type(part).__name__} inside Hierarchical would leave ranks with different gradients; use "
-                "a strategy that all ranks take part in"
-            )
-        if isinstance(part, WeightedMean):
-            return (
-                "WeightedMean inside Hierarchical would weigh each part by another rank's weight; put it "
-                "outside: WeightedMean(weight, Hierarchical(...))"
-            )
-        return None
-
-    def refuses_around(self, wrapper: Strategy) -> str | None:
-        if not isinstance(wrapper, ErrorFeedback | EF21):
-            return None
-        name = type(wrapper).__name__
-        return (
-            f"{name} outside of Hierarchical cannot know what was lost: it was lost of a sum over the node's "
-            f"ranks. Put it inside: Hierarchical({name}(...))"
-        )
+    @staticmethod
+    def part_shape(shape: torch.Size, count: int) -> torch.Size:
+        return part_shape(shape, count)
 
     def enter(self, scopes: Scopes, slots: Slots) -> None:
         if "cross" not in scopes.sizes:
@@ -90,24 +59,12 @@ class Hierarchical(Strategy):
                 "Hierarchical needs nodes with equally many ranks, and these differ; start as many ranks on "
                 "each host, give attach ranks_per_node=, or use the strategy without Hierarchical"
             )
-        self._scopes, self._slots = scopes, slots
-        self.cross.enter(scopes.within("cross"), self.slots_inside(slots))
+        super().enter(scopes, slots)
         self.inner.enter(scopes.within("node"), slots)
 
-    def slots_inside(self, slots: Slots) -> Slots:
-        place, count = self._part()
-        if count == 1:
-            return slots
-        return {
-            part_name(name, place, count): Expected(part_shape(slot.shape, count), slot.dtype)
-            for name, slot in slots.items()
-        }
-
     def _part(self) -> tuple[int, int]:
-        """Which part of each parameter this rank has, and of how many."""
-        if self._scopes.sizes["cross"] == 1:
-            return 0, 1
-        return self._scopes.places["node"], self._scopes.sizes["node"]
+        """With a single node ``inner`` works alone, on whole parameters."""
+        return (0, 1) if self._scopes.sizes["cross"] == 1 else super()._part()
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         refuse_sparse(bucket, "Hierarchical")
@@ -131,17 +88,3 @@ class Hierarchical(Strategy):
         cut = parts.cut(bucket.flat, bucket.empty("parts", parts.count * parts.numel))
         layout = parts.layout(bucket.place("node"))
         return await in_scope(self.inner.scatter(within(bucket, "node", cut, layout)), "node")
-
-    def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """What each old node has is joined from its ranks' parts, and cut anew."""
-        place, count = self._part()
-        shared = [leaf.path for leaf in named_states(self.cross) if getattr(leaf.state, "shared", False)]
-        nodes = Recut(OneField(saved, "cross"), self._slots, shared, place, count)
-        number, now = self._scopes.places["cross"], self._scopes.sizes["cross"]
-        if now == 1 and any(nodes):
-            raise InvalidValue(
-                "what Hierarchical keeps was saved by several nodes, and is for what they send each other; "
-                "on one node it would never be sent. Go on with several nodes, or leave it out (strict=False)"
-            )
-        state = dict(nodes[number]) if now == len(nodes) else self.cross.carried(nodes, number, now)
-        return {"cross": state} if state else {}

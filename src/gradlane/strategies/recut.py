@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from ..core.layout import PART
-from ..core.parts import part_name, part_shape
+from ..core.parts import part_name
 from ..core.world_change import Slots
 from ..errors import InvalidValue
 
@@ -25,9 +25,16 @@ class Recut(Sequence[State]):
     """
 
     def __init__(
-        self, saved: Sequence[State], slots: Slots, shared: Container[tuple[str, ...]], place: int, count: int
+        self,
+        saved: Sequence[State],
+        slots: Slots,
+        shared: Container[tuple[str, ...]],
+        place: int,
+        count: int,
+        part_shape: Callable[[torch.Size, int], torch.Size],
     ) -> None:
         self._saved, self._slots, self._shared = saved, slots, shared
+        self._part_shape = part_shape
         self._place, self._count = place, count
         self._old_count = part_of(saved[0])[1]
         self._nodes: list[list[int]] | None = None
@@ -88,18 +95,17 @@ class Recut(Sequence[State]):
 
     def _are_parts(self, name: str, parts: Sequence[object]) -> bool:
         slot = self._slots.get(name)
-        shape = None if slot is None else _shape(slot.shape, self._old_count)
+        shape = None if slot is None else self._shape(slot.shape, self._old_count)
         return all(isinstance(part, Tensor) and part.shape == shape for part in parts)
 
     def _cut(self, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([part.reshape(-1) for part in parts])[: shape.numel()]
-        part = _shape(shape, self._count)
+        part = self._shape(shape, self._count)
         piece = whole[self._place * part.numel() : (self._place + 1) * part.numel()]
         return torch.cat([piece, piece.new_zeros(part.numel() - piece.numel())]).view(part)
 
-
-def _shape(shape: torch.Size, count: int) -> torch.Size:
-    return shape if count == 1 else part_shape(shape, count)
+    def _shape(self, shape: torch.Size, count: int) -> torch.Size:
+        return shape if count == 1 else self._part_shape(shape, count)
 
 
 def part_of(state: State) -> tuple[int, int]:

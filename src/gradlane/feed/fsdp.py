@@ -1,0 +1,235 @@
+"""The gradients of FSDP2: what FSDP reduces for one group of parameters is a bucket of a step.
+
+FSDP calls in backward, group by group. Its gradients are views of what it reduces, so that may be filled
+later: the lane works while backward goes on. An error that is raised there would leave FSDP in the middle of
+a step. It is raised by a callback at the end of backward, after FSDP's own.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.bucket import Bucket, Layout, Slot
+from ..core.collectives import Kind, StepSum
+from ..core.events import wire_bytes
+from ..core.parts import part_name
+from ..core.running import intercept
+from ..core.scratch import Scratch
+from ..core.strategy import Reduced, Strategy
+from ..errors import InvalidValue
+from ..fsdp_internals import ShardedParameter, fills_late, with_gradient
+from ..strategies.mean import Noop
+from ..torch_internals import call_after_backward, current_backward, span
+from .step import State, Step
+
+
+class _Piece(NamedTuple):
+    """A bucket: some parameters of a group."""
+
+    layout: Layout
+    whole: Layout
+    """The same parameters before they are cut."""
+    spans: tuple[tuple[int, int], ...]
+    """Where they are in the flat gradient: start and length of each run. One run is all of it."""
+    scratch: Scratch
+
+
+class FsdpGroup:
+    """One group of parameters of FSDP, and the buckets that its gradient becomes."""
+
+    def __init__(self, group: Any, parameters: Sequence[ShardedParameter], place: int, count: int) -> None:
+        self._group = weakref.ref(group)
+        named = ((part_name(p.name, place, count) if count > 1 else p.name) for p in parameters)
+        self._slots = [Slot(name, p.part) for name, p in zip(named, parameters, strict=True)]
+        self._whole = [Slot(p.name, torch.Size([p.part[0] * count, *p.part[1:]])) for p in parameters]
+        self._apart = [p.tensor_parallel for p in parameters]
+        self._indices: list[int] = []
+        self._pieces: dict[tuple[int, ...], list[_Piece]] = {}
+
+    def look(self) -> None:
+        """Before FSDP packs the gradients of this group: see which parameters have one."""
+        if (group := self._group()) is not None:
+            self._indices = with_gradient(group)
+
+    def fills_late(self, dtype: torch.dtype) -> bool:
+        group = self._group()
+        return group is not None and fills_late(group, self._indices, dtype)
+
+    def pieces(self) -> list[_Piece]:
+        """The buckets of this gradient: one, or two where ranks of other dimensions of the mesh have other
+        values of some parameters and copies of the rest. Copies must get the same answer on these ranks, and
+        a codec's answer depends on the whole bucket."""
+        key = tuple(self._indices)
+        if key not in self._pieces:
+            kinds = sorted({self._apart[index] for index in key})
+            self._pieces[key] = [self._piece([i for i in key if self._apart[i] == kind]) for kind in kinds]
+        return self._pieces[key]
+
+    def _piece(self, chosen: list[int]) -> _Piece:
+        spans: list[tuple[int, int]] = []
+        start = 0
+        for index in self._indices:
+            length = self._slots[index].numel
+            if index in chosen:
+                if spans and sum(spans[-1]) == start:
+                    spans[-1] = (spans[-1][0], spans[-1][1] + length)
+                else:
+                    spans.append((start, length))
+            start += length
+        layout, whole = ([slots[i] for i in chosen] for slots in (self._slots, self._whole))
+        return _Piece(Layout(layout), Layout(whole), tuple(spans), Scratch())
+
+
+class FsdpFeed:
+    """Gives the lane what FSDP reduces, and ends the step at the end of backward."""
+
+    def __init__(
+        self, step: Step, strategy: Callable[[], Strategy], *, device: torch.device, peers: int
+    ) -> None:
+        self.step = step
+        step.same_buckets = True
+        self._strategy = strategy
+        self._device = device
+        self._peers = peers  # ranks that a plain mean of a bucket would be over
+        self._count = 0  # buckets of this step so far
+        self._seen: set[int] = set()  # groups of this step so far
+        self._ended_by: int | None = None  # the backward that will end the step
+        self._error: Exception | None = None  # of this rank, before the step began
+
+    def all_reduce(self, group: FsdpGroup, flat: Tensor, *, sums: bool) -> None:
+        """FSDP wants the mean of a flat gradient over replicas, in place; with ``sums`` their sum."""
+        late = not sums and group.fills_late(flat.dtype)
+        scale = self._peers if sums else 1
+        self._submit(group, flat, None, scale, late)
+
+    def reduce_scatter(self, group: FsdpGroup, part: Tensor, whole: Tensor, place: int) -> None:
+        """FSDP wants this rank's part of the mean. ``whole`` has a part for each rank."""
+        part.copy_(whole.view(-1, part.numel())[place])  # it stays if the step fails
+        self._submit(group, part, whole, 1, group.fills_late(part.dtype))
+
+    @torch.no_grad()
+    def _submit(self, group: FsdpGroup, flat: Tensor, whole: Tensor | None, scale: float, late: bool) -> None:
+        if not self._begin(group):
+            return
+        answers = []
+        for piece in group.pieces():
+            strategy = self._strategy()
+            part, given = flat, whole
+            if piece.spans != ((0, flat.numel()),):
+                part = _taken(flat, piece.spans)
+                if whole is not None:
+                    given = torch.cat([_taken(each, piece.spans) for each in whole.view(-1, flat.numel())])
+            if given is not None:
+                strategy = _ReduceScatter(strategy, given, piece.whole)
+            if not late:
+                strategy = _AtOnce(strategy)
+            answers.append(self._give(strategy, part, piece, partial(_fill, flat, piece.spans, scale), given))
+        if not late:  # FSDP is about to cast, add or move the answer
+            with span("wait for the lane"):
+                for answer in answers:
+                    answer.wait()
+
+    def _give(
+        self, strategy: Strategy, part: Tensor, piece: _Piece, finish: Callable[[Tensor], Tensor], whole: Any
+    ) -> Future[Tensor]:
+        index, self._count = self._count, self._count + 1
+        given = part if whole is None else whole
+        kind: Kind = "all_reduce" if whole is None else "reduce_scatter"
+        dense = wire_bytes(kind, given.numel() * given.element_size(), self._peers)
+        return self.step.submit(
+            strategy, part, piece.layout, index=index, is_last=False, finish=finish, scratch=piece.scratch,
+            dense_bytes=dense,
+        )  # fmt: skip
+
+    def _begin(self, group: FsdpGroup) -> bool:
+        """At a group's turn in backward. Whether its gradient is to be submitted."""
+        backward = current_backward()
+        # A reentrant checkpoint runs a backward inside of another one: its groups belong to the same step. A
+        # group that comes again belongs to the next one, although nobody ended the last.
+        ended = self._ended_by is None or id(group) in self._seen
+        if backward != self._ended_by and (ended or self.step.state is not State.BEGUN):
+            self._ended_by, self._error, self._count = backward, None, 0
+            self._seen.clear()
+            call_after_backward(self._backward_ended)
+            try:
+                self.step.begin(self._strategy())
+            except Exception as error:  # noqa: BLE001  raised at the end, when FSDP is done
+                self._error = error
+        self._seen.add(id(group))
+        return self._error is None
+
+    def _backward_ended(self) -> None:
+        self._ended_by = None
+        if self._error is not None:
+            raise self._error
+        if self.step.state is not State.BEGUN:
+            return
+        computed_at = time.perf_counter()
+        nothing = torch.empty(0, device=self._device)
+        # FSDP does not say which group is the last one, so the step ends with an empty bucket.
+        self.step.submit(Noop(), nothing, Layout(()), index=self._count, is_last=True)
+        with span("wait for the lane"):
+            self.step.wait()
+        error = self.step.end(computed_at)
+        if error is not None:
+            raise error
+
+
+def _taken(flat: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([flat[start : start + length] for start, length in spans])
+
+
+def _fill(flat: Tensor, spans: Sequence[tuple[int, int]], scale: float, mean: Tensor) -> Tensor:
+    """Write an answer to where FSDP wants it."""
+    start = 0
+    for offset, length in spans:
+        target, source = flat[offset : offset + length], mean[start : start + length]
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
+        if scale != 1:
+            target.mul_(scale)
+        start += length
+    return mean
+
+
+@dataclass
+class _ReduceScatter(Strategy):
+    """This rank's part of what ``inner`` makes of all ranks' ``whole``."""
+
+    inner: Strategy
+    whole: Tensor
+    layout: Layout
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        return Reduced(await self.inner.scatter(replace(bucket, flat=self.whole, layout=self.layout)))
+
+
+@dataclass
+class _AtOnce(Strategy):
+    """Refuses what could not end before later buckets have come."""
+
+    inner: Strategy
+
+    async def reduce(self, bucket: Bucket) -> Reduced:
+        async def refuse(part: StepSum) -> Tensor:
+            raise InvalidValue(
+                f"{type(self.inner).__name__} needs the gradients of all groups before it can answer for "
+                "one, and FSDP wants this answer at once: to add it to an earlier gradient, or to cast it. "
+                "Clear gradients before each backward that synchronises (set_requires_gradient_sync), and "
+                "let MixedPrecisionPolicy(reduce_dtype=...) be the dtype of the parameters"
+            )
+
+        return await intercept(self.inner.reduce(bucket), _pass_on, refuse)
+
+
+async def _pass_on(request: Any) -> object:
+    return await request

@@ -1,0 +1,484 @@
+"""Strategies on models of FSDP2: HSDP, ``replicate`` and ``fully_shard`` on one dimension."""
+
+import functools
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import gradlane as gl
+from gradlane.local import run_ranks
+
+from ..support.catalogue import STRATEGIES, ClippedMean
+from ..support.fsdp import Odd, RaisesOn, batch, replicas_equal, sharded, shards
+
+INT4 = "ErrorFeedback(Sharded(Int4()))"
+OPTIMIZERS = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+}
+
+
+def plain(model, rank, step):
+    model(batch(rank, step)).backward()
+
+
+def clipped(model, rank, step):
+    plain(model, rank, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def accumulated(model, rank, step):
+    """Three backwards, of which the last communicates."""
+    for part in range(3):
+        model.set_requires_gradient_sync(part == 2)
+        plain(model, rank, 100 * step + part)
+
+
+def added(model, rank, step):
+    """Each of two backwards communicates, and the second adds to the gradients of the first."""
+    plain(model, rank, 100 * step)
+    plain(model, rank, 100 * step + 1)
+
+
+def scattered(model, rank, step):
+    """Two backwards reduce in the node, the second one across replicas too."""
+    for part in range(2):
+        model.set_requires_all_reduce(part == 1)
+        plain(model, rank, 100 * step + part)
+
+
+WAYS = (plain, clipped, accumulated, added, scattered)
+MESHES = [((2, 2), False), ((2,), True), ((2,), False)]
+
+
+def sometimes():
+    return Odd(sometimes=True)
+
+
+def checkpointed():
+    model = Odd()
+    for block in model.blocks:
+        checkpoint(block)
+    return model
+
+
+def trained(rank, shape, copies, text, cases, steps):
+    """The weights after each case; whether replicas are equal."""
+    torch.set_num_threads(1)
+    found = []
+    for way, optimizer, make, options in cases:
+        model = sharded(shape, copies=copies, model=make, **options)
+        optimizer = OPTIMIZERS[optimizer](model)
+        attachment = gl.attach(model, text, timeout=20) if text else None
+        for step in range(steps):
+            optimizer.zero_grad()
+            way(model, rank, step)
+            optimizer.step()
+        assert replicas_equal(model, shape, copies)
+        if attachment is not None:
+            assert attachment.metrics()["comm/steps"] == attachment.step > 0
+            attachment.close()
+        found.append(shards(model))
+    return found
+
+
+CASES = [
+    *((way, "sgd", Odd, {}) for way in WAYS),
+    *((way, "adam", Odd, {}) for way in (plain, added)),
+    (plain, "sgd", sometimes, {}),
+    (plain, "sgd", checkpointed, {}),
+    (plain, "adam", Odd, {"blocks": False}),
+    (added, "sgd", Odd, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    (plain, "sgd", Odd, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+]
+
+
+@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("shape", "copies"), MESHES, ids=str)
+def test_the_mean_is_torchs_bit_for_bit(shape, copies, steps):
+    ranks = 4 if len(shape) == 2 else 2
+    cases = [case for case in CASES if len(shape) == 2 or case[0] is not scattered]
+    native = run_ranks(trained, ranks, shape, copies, None, cases, steps, deadline=240)
+    ours = run_ranks(trained, ranks, shape, copies, "Mean()", cases, steps, deadline=240)
+    for theirs, mine in zip(native, ours, strict=True):
+        for number, case in enumerate(cases):
+            pairs = zip(theirs[number], mine[number], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), case
+
+
+def gradients(rank, shape, copies, text):
+    model = sharded(shape, copies=copies)
+    with gl.attach(model, text) if text else torch.enable_grad():
+        plain(model, rank, 0)
+    return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(("shape", "copies"), [((3,), True), ((3,), False), ((4,), False), ((2, 4), False)])
+def test_with_more_ranks_sums_have_another_order(shape, copies):
+    ranks = functools.reduce(lambda a, b: a * b, shape)
+    native = run_ranks(gradients, ranks, shape, copies, None)
+    ours = run_ranks(gradients, ranks, shape, copies, "Mean()")
+    for theirs, mine in zip(itertools.chain(*native), itertools.chain(*ours), strict=True):
+        scale = max(theirs.abs().max().item(), 1e-30) if theirs.numel() else 1.0
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2 * 2**-23 * scale)
+
+
+def lossy(rank, shape, copies, names, steps):
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        model = sharded(shape, copies=copies)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        with gl.attach(model, STRATEGIES[name](), timeout=20):
+            for step in range(steps):
+                optimizer.zero_grad()
+                plain(model, rank, step)
+                optimizer.step()
+        finite = all(part.isfinite().all() for part in shards(model))
+        found[name] = finite and replicas_equal(model, shape, copies)
+    return found
+
+
+def across(strategy):
+    """Whether a strategy may work across replicas."""
+    try:
+        gl.AcrossReplicas(strategy)
+    except gl.GradlaneError:
+        return False
+    return True
+
+
+ACROSS = [name for name, make in STRATEGIES.items() if across(make()) and name not in ("node first", "noop")]
+
+
+@pytest.mark.parametrize("names", [ACROSS[start::4] for start in range(4)], ids=["0", "1", "2", "3"])
+def test_replicas_are_bit_equal_after_lossy_steps_of_every_strategy(names):
+    for found in run_ranks(lossy, 4, (2, 2), False, names, 8, deadline=280):
+        assert not [name for name, equal in found.items() if not equal]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [ACROSS[start::4] for start in range(4)], ids=["0", "1", "2", "3"])
+@pytest.mark.parametrize(("shape", "copies"), [((2, 2), False), ((4, 2), False), ((3,), True)], ids=str)
+def test_for_long(shape, copies, names):
+    ranks = 8 if shape == (4, 2) else 4 if shape == (2, 2) else 3
+    for found in run_ranks(lossy, ranks, shape, copies, names, 100, deadline=290):
+        assert not [name for name, equal in found.items() if not equal]
+
+
+def wire(rank, shape, text):
+    torch.manual_seed(0)
+    model = sharded(shape, model=lambda: Wide())
+    events = []
+    with gl.attach(model, text, observer=events.append, timeout=20) as attachment:
+        for step in range(2):
+            model.zero_grad()
+            plain(model, rank, step)
+        state = attachment.strategy.state_dict()
+        metrics = attachment.metrics()
+    sent = dict.fromkeys(("node", "cross", "world"), 0)
+    for event in events:
+        sent[event.over] += event.wire_bytes * (event.step == 1)
+    kept = sum(tensor.numel() for tensor in _tensors(state))
+    return sent, kept, metrics["comm/step/bytes_wire"] * metrics["comm/step/ratio"]
+
+
+class Wide(nn.Module):
+    """Divides by 4 ranks, but for a bias of 10."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(24, 256), nn.Linear(256, 64)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x).square().mean()
+
+
+def _tensors(state):
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _tensors(value)
+        else:
+            yield value
+
+
+def test_bytes_and_residual_are_those_of_a_shard():
+    for shape, ranks in (((2, 2), 4), ((2, 4), 8)):
+        for sent, kept, dense in run_ranks(wire, ranks, shape, INT4):
+            part = sum(-(-rows // shape[1]) * rest for rows, rest in ROWS)
+            assert kept == part
+            assert sent["node"] == 0
+            assert sent["cross"] == pytest.approx(part * (0.5 + 4 / 256), rel=0.02)
+            assert dense == pytest.approx(4 * part)
+
+
+ROWS = ((256, 24), (256, 1), (64, 256), (64, 1), (10, 64), (10, 1))
+"""Rows of each parameter of ``Wide``, and the elements of a row."""
+
+
+def raising(rank, shape, copies, text, points):
+    found = []
+    for at, step, bucket in points:
+        model = sharded(shape, copies=copies)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        caught, seconds = [], 0.0
+        with gl.attach(model, RaisesOn(gl.parse(text), at, step, bucket), timeout=20):
+            for number in range(6):
+                optimizer.zero_grad()
+                start = time.monotonic()
+                try:
+                    plain(model, rank, number)
+                except (ZeroDivisionError, gl.PeerFailed) as error:
+                    caught.append((number, type(error).__name__))
+                    seconds = time.monotonic() - start
+                    continue
+                optimizer.step()
+        found.append((caught, seconds, replicas_equal(model, shape, copies)))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "copies"), [((2, 2), False), ((3,), True)], ids=str)
+def test_a_strategy_that_raises_fails_the_step_on_all_ranks_of_both_dimensions(shape, copies):
+    ranks = 4 if len(shape) == 2 else 3
+    points = [(0, 2, 0), (ranks - 1, 2, 1), (1, 0, 3)]
+    everyone = run_ranks(raising, ranks, shape, copies, INT4, points, deadline=120)
+    for number, (at, step, _) in enumerate(points):
+        for rank, found in enumerate(everyone):
+            caught, seconds, equal = found[number]
+            assert caught == [(step, "ZeroDivisionError" if rank == at else "PeerFailed")], (
+                rank,
+                points[number],
+            )
+            assert seconds < 3
+            assert equal
+
+
+def skipping(rank, shape, copies, text, bad):
+    """Rank ``bad`` has a NaN in one parameter's gradient, in step 2."""
+    model = sharded(shape, copies=copies)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    skipped = []
+    with gl.attach(model, text, timeout=20) as attachment:
+        for step in range(5):
+            optimizer.zero_grad()
+            data = batch(rank, step)
+            if step == 2 and rank == bad:
+                data[:] = float("nan")
+            before = shards(model)
+            model(data).backward()
+            optimizer.step()
+            skipped.append(attachment.skipped)
+            same = all(torch.equal(a, b) for a, b in zip(before, shards(model), strict=True))
+            assert same == attachment.skipped or not any(part.numel() for part in before)
+        finite = all(part.isfinite().all() for part in shards(model))
+        return skipped, finite, replicas_equal(model, shape, copies), attachment.metrics()["comm/skipped"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "copies", "text"), [((2, 2), False, INT4), ((3,), True, INT4), ((3,), False, "Sharded(Int8())")]
+)
+def test_nan_on_one_rank_is_skipped_by_all(shape, copies, text):
+    ranks = 4 if len(shape) == 2 else 3
+    for found in run_ranks(skipping, ranks, shape, copies, text, 1):
+        assert found == ([False, False, True, False, False], True, True, 1)
+
+
+def one_shard(rank):
+    """A NaN in the last row of one parameter: in the shard of one rank of each node."""
+    model = sharded((2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    seen = []
+    with gl.attach(model, "Mean()", timeout=20) as attachment:
+        for step in range(3):
+            optimizer.zero_grad()
+            handle = model.blocks[0].register_forward_hook(
+                functools.partial(poisoned, step == 1 and rank == 2)
+            )
+            plain(model, rank, step)
+            handle.remove()
+            optimizer.step()
+            seen.append(attachment.skipped)
+    return seen, all(part.isfinite().all() for part in shards(model))
+
+
+def poisoned(active, module, inputs, output):
+    if active:
+        output.register_hook(lambda grad: torch.cat([grad[:, :-1], grad[:, -1:] * float("nan")], 1))
+    return output
+
+
+def test_nan_in_one_shard_is_skipped_by_all():
+    assert run_ranks(one_shard, 4) == [([False, True, False], True)] * 4
+
+
+def differing(rank, shape, copies):
+    model = sharded(shape, copies=copies, seed=0 if rank < 2 else 1)
+    with pytest.raises(gl.RanksDisagree, match=r"rank 2 of 3 has other weights .* in head\.weight"):
+        gl.attach(model, "Mean()", timeout=20)
+    model = sharded(shape, copies=copies)
+    with gl.attach(model, "Mean()", timeout=20, verify_every=2) as attachment:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain(model, rank, 0)
+        optimizer.step()
+        if rank == 2:
+            model.head.weight.to_local().detach().add_(1.0)
+        with pytest.raises(
+            gl.RanksDisagree, match=r"rank 2 of \d has drifted from the others in head\.weight"
+        ):
+            plain(model, rank, 1)
+    return attachment.is_open
+
+
+def test_replicas_with_other_weights_are_refused_and_drift_is_found():
+    assert run_ranks(differing, 3, (3,), True) == [False] * 3
+
+
+def resumed(rank, shape, copies, text, folder, first):
+    """Six steps, or three and three with new objects between."""
+    model = sharded(shape, copies=copies)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    attachment = gl.attach(model, text, timeout=20)
+    for step in range(6):
+        if step == first:
+            attachment.save(folder)
+            attachment.close()
+            fresh = sharded(shape, copies=copies, seed=9)
+            with torch.no_grad():
+                for new, old in zip(fresh.parameters(), model.parameters(), strict=True):
+                    new.to_local().copy_(old.to_local())
+            model = fresh
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+            attachment = gl.attach(model, text, timeout=20)
+            attachment.load(folder)
+            assert attachment.step == first
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    attachment.close()
+    return shards(model)
+
+
+@pytest.mark.parametrize("text", [INT4, "ErrorFeedback(PowerSGD(1, min_compression_rate=1))"])
+@pytest.mark.parametrize(("shape", "copies"), [((2, 2), False), ((2,), True)], ids=str)
+def test_a_resume_is_bit_identical(shape, copies, text, tmp_path):
+    ranks = 4 if len(shape) == 2 else 2
+    whole = run_ranks(resumed, ranks, shape, copies, text, tmp_path, -1)
+    parts = run_ranks(resumed, ranks, shape, copies, text, tmp_path, 3)
+    for one, two in zip(whole, parts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def saved_residual(rank, shape, text, folder):
+    model = sharded(shape)
+    with gl.attach(model, text, timeout=20) as attachment:
+        for step in range(3):
+            model.zero_grad()
+            plain(model, rank, step)
+        attachment.save(folder)
+        return attachment.strategy.cross.memory.state_dict()
+
+
+def loaded_residual(rank, shape, text, folder):
+    model = sharded(shape)
+    with gl.attach(model, text, timeout=20) as attachment:
+        attachment.load(folder)
+        return attachment.strategy.cross.memory.state_dict()
+
+
+def summed(everyone):
+    """The sum over replicas of each parameter's residual, joined from its shards and without padding."""
+    model = Odd()
+    total = {}
+    for name, parameter in model.named_parameters():
+        replicas = {}
+        for state in everyone:
+            for key, value in state.items():
+                if key == name or key.startswith(name + "["):
+                    place = int(key[len(name) + 1 :].split("/")[0]) if key != name else 0
+                    replicas.setdefault(place, []).append(value.double())
+        if replicas:
+            rows = torch.cat([torch.stack(replicas[place]).sum(0) for place in sorted(replicas)])
+            total[name] = rows[: parameter.shape[0]]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (2, 1)), ((4, 1), (2, 1)), ((2, 2), (4, 1)), ((2, 1), (2, 3))]
+)
+def test_another_mesh_keeps_the_sum_of_residuals(before, after, tmp_path):
+    old = run_ranks(saved_residual, before[0] * before[1], before, WRAPPED, tmp_path)
+    new = run_ranks(loaded_residual, after[0] * after[1], after, WRAPPED, tmp_path)
+    one, two = summed(old), summed(new)
+    assert one.keys() == two.keys()
+    assert any(value.abs().sum() > 0 for value in one.values())
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-6, atol=1e-9)
+
+
+WRAPPED = f"AcrossReplicas({INT4})"
+
+
+def refusals(rank):
+    found = {}
+    for name, shape, text, options in (
+        ("feedback on one dimension", (2,), INT4, {}),
+        ("hierarchy", (1, 2), f"Hierarchical({INT4})", {}),
+        ("weights", (1, 2), "WeightedMean(2.0)", {}),
+        ("nodes", (1, 2), INT4, {"ranks_per_node": 1}),
+    ):
+        model = sharded(shape)
+        with pytest.raises(gl.InvalidValue) as caught:
+            gl.attach(model, text, timeout=20, **options)
+        found[name] = str(caught.value)
+        plain(model, rank, 0)  # it is as it was
+    with gl.attach(model, "Mean()"), pytest.raises(gl.WrongState, match="has an attachment already"):
+        gl.attach(model, "Mean()")
+    plain(model, rank, 1)
+    return found
+
+
+def test_what_is_not_possible_is_refused_with_the_way_out():
+    for found in run_ranks(refusals, 2):
+        assert "or give the model replicas" in found["feedback on one dimension"]
+        assert "Attach what is inside" in found["hierarchy"]
+        assert "divide the loss" in found["weights"]
+        assert "leave it out" in found["nodes"]
+
+
+def at_once(rank, policy):
+    """A strategy that needs the whole gradient, where FSDP wants each group's answer."""
+    model = sharded((2, 2))
+    attachment = gl.attach(model, ClippedMean(0.5), timeout=20)
+    plain(model, rank, 0)
+    with pytest.raises((gl.InvalidValue, gl.PeerFailed), match="all groups before it can answer for one"):
+        plain(model, rank, 1)  # adds to the gradient
+    model.zero_grad()
+    plain(model, rank, 2)
+    attachment.close()
+    return True
+
+
+def test_a_strategy_over_the_whole_gradient_needs_cleared_gradients():
+    assert run_ranks(at_once, 4, None) == [True] * 4
+
+
+def whole_norm(rank, text):
+    model = sharded((2, 2))
+    with gl.attach(model, text, timeout=20):
+        plain(model, rank, 0)
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor().item()
+
+
+def test_a_sum_over_the_step_is_one_over_the_shards_too(monkeypatch):
+    """Each of the two nodes clips its own gradient, so the norm of the mean is at most that limit."""
+    assert run_ranks(whole_norm, 4, "Mean()")[0] > 0.02
+    for norm in run_ranks(whole_norm, 4, ClippedMean(0.01)):
+        assert 0.003 < norm <= 0.01 + 1e-6
