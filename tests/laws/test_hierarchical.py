@@ -222,3 +222,12 @@ def test_reduce_scatter_refuses_unequal_parts():
 
     with pytest.raises(gl.InvalidValue, match="equal parts for 3 ranks, got 7 elements"):
         gl.Simulation(unequal, world=3).step([{"w": torch.zeros(7)}] * 3)
+
+
+@pytest.mark.parametrize("codec", ["Int4(rotate=True)", "Int8(rounding='stochastic')", "RandomK(0.9)"])
+def test_a_codec_inside_the_node_is_decoded_with_the_seed_it_was_encoded_with(codec):
+    gradients = [{"w": torch.randn(64, 8, generator=torch.Generator().manual_seed(r))} for r in range(6)]
+    mean = torch.stack([each["w"] for each in gradients]).mean(0)
+    ranks = gl.Simulation(f"Hierarchical(Mean(), inner=Sharded({codec}))", world=6, node_size=3)
+    for answer in ranks.step(gradients):
+        assert (answer["w"] - mean).norm() < 0.5 * mean.norm()

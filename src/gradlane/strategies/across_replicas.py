@@ -9,8 +9,9 @@ import torch
 
 from ..core.bucket import Bucket, as_layout
 from ..core.parts import rows_shape
-from ..core.strategy import Reduced
+from ..core.strategy import Reduced, Strategy
 from ..core.subworld import in_scope, within
+from .mean import Noop
 from .on_parts import OnParts
 
 
@@ -28,6 +29,10 @@ class AcrossReplicas(OnParts):
     @staticmethod
     def part_shape(shape: torch.Size, count: int) -> torch.Size:
         return rows_shape(shape, count)
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        """``Noop`` is for measuring, as it is on DDP."""
+        return None if isinstance(part, Noop) else super().refuses_inside(part)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         across = within(bucket, "cross", bucket.flat, as_layout(bucket.layout))

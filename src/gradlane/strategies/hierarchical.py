@@ -86,5 +86,31 @@ class Hierarchical(OnParts):
     async def _node_mean(self, bucket: Bucket, parts: Parts) -> Tensor:
         """This rank's part of the mean over its node."""
         cut = parts.cut(bucket.flat, bucket.empty("parts", parts.count * parts.numel))
-        layout = parts.layout(bucket.place("node"))
-        return await in_scope(self.inner.scatter(within(bucket, "node", cut, layout)), "node")
+        # The layout is the whole one: seeds follow from it, and the ranks of a node must have the same.
+        given = within(bucket, "node", cut, as_layout(bucket.layout))
+        return await in_scope(self.inner.scatter(given), "node")
+
+    @property
+    def scatters(self) -> bool:
+        return self.cross.scatters
+
+    async def scatter(self, bucket: Bucket) -> Tensor:
+        """In two hops: inside the node the parts for this rank's place in each node, then across the nodes
+        this rank's own. A node sends what one rank would send without a hierarchy."""
+        nodes, ranks = bucket.sizes.get("cross", 1), bucket.sizes.get("node", 1)
+        if nodes == 1:
+            return await self.inner.scatter(bucket)
+        if ranks == 1:
+            return await self.cross.scatter(bucket)
+        if bucket.rank != bucket.place("cross") * ranks + bucket.place("node"):
+            raise InvalidValue(
+                f"rank {bucket.rank} is number {bucket.place('node')} of node {bucket.place('cross')}, and a "
+                "reduce-scatter in two hops needs the ranks of a node to follow each other; start them so, "
+                "or use the strategy without Hierarchical"
+            )
+        layout, numel = as_layout(bucket.layout), bucket.flat.numel()
+        by_place = bucket.empty("by place", numel).view(ranks, nodes, -1)
+        by_place.copy_(bucket.flat.view(nodes, ranks, -1).transpose(0, 1))
+        given = within(bucket, "node", by_place.view(-1), layout)
+        part = await in_scope(self.inner.scatter(given), "node")
+        return await in_scope(self.cross.scatter(within(bucket, "cross", part, layout)), "cross")
