@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.bucket import Bucket, Layout, Slot
-from ..core.collectives import Kind, StepSum
+from ..core.collectives import Kind, Scope, StepSum
 from ..core.events import wire_bytes
 from ..core.parts import part_name
 from ..core.running import intercept
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
+from ..core.subworld import in_scope, within
 from ..errors import InvalidValue
 from ..fsdp_internals import ShardedParameter, fills_late, with_gradient
 from ..strategies.mean import Noop
@@ -93,13 +94,23 @@ class FsdpFeed:
     """Gives the lane what FSDP reduces, and ends the step at the end of backward."""
 
     def __init__(
-        self, step: Step, strategy: Callable[[], Strategy], *, device: torch.device, peers: int
+        self,
+        step: Step,
+        strategy: Callable[[], Strategy],
+        *,
+        device: torch.device,
+        over: Scope,
+        peers: int,
+        tensor_parallel: bool,
     ) -> None:
+        """A plain mean of a bucket would be ``over`` that scope, of so many ``peers``."""
         self.step = step
         step.same_buckets = True
         self._strategy = strategy
         self._device = device
-        self._peers = peers  # ranks that a plain mean of a bucket would be over
+        self._over: Scope = over
+        self._peers = peers
+        self._tensor_parallel = tensor_parallel
         self._count = 0  # buckets of this step so far
         self._seen: set[int] = set()  # groups of this step so far
         self._ended_by: int | None = None  # the backward that will end the step
@@ -129,9 +140,10 @@ class FsdpFeed:
                 if whole is not None:
                     given = torch.cat([_taken(each, piece.spans) for each in whole.view(-1, flat.numel())])
             if given is not None:
-                strategy = _ReduceScatter(strategy, given, piece.whole)
-            if not late:
-                strategy = _AtOnce(strategy)
+                strategy = _ReduceScatter(strategy, given, piece.whole, self._over)
+            if self._tensor_parallel or not late:
+                why = TENSOR_PARALLEL if self._tensor_parallel else AT_ONCE
+                strategy = _WithoutStepSum(strategy, why)
             answers.append(self._give(strategy, part, piece, partial(_fill, flat, piece.spans, scale), given))
         if not late:  # FSDP is about to cast, add or move the answer
             with span("wait for the lane"):
@@ -203,33 +215,45 @@ def _fill(flat: Tensor, spans: Sequence[tuple[int, int]], scale: float, mean: Te
 
 @dataclass
 class _ReduceScatter(Strategy):
-    """This rank's part of what ``inner`` makes of all ranks' ``whole``."""
+    """This rank's part of what ``inner`` makes of all ranks' ``whole``, over the ranks of a scope."""
 
     inner: Strategy
     whole: Tensor
     layout: Layout
+    over: Scope
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        return Reduced(await self.inner.scatter(replace(bucket, flat=self.whole, layout=self.layout)))
+        given = replace(bucket, flat=self.whole, layout=self.layout)
+        if self.over == "world":
+            return Reduced(await self.inner.scatter(given))
+        given = within(given, self.over, self.whole, self.layout)
+        return Reduced(await in_scope(self.inner.scatter(given), self.over))
 
 
 @dataclass
-class _AtOnce(Strategy):
-    """Refuses what could not end before later buckets have come."""
+class _WithoutStepSum(Strategy):
+    """Refuses what needs a sum over all buckets of the step, and says why."""
 
     inner: Strategy
+    why: str
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         async def refuse(part: StepSum) -> Tensor:
-            raise InvalidValue(
-                f"{type(self.inner).__name__} needs the gradients of all groups before it can answer for "
-                "one, and FSDP wants this answer at once: to add it to an earlier gradient, or to cast it. "
-                "Clear gradients before each backward that synchronises (set_requires_gradient_sync), and "
-                "let MixedPrecisionPolicy(reduce_dtype=...) be the dtype of the parameters"
-            )
+            raise InvalidValue(f"{type(self.inner).__name__} needs the gradients of all groups {self.why}")
 
         return await intercept(self.inner.reduce(bucket), _pass_on, refuse)
 
 
 async def _pass_on(request: Any) -> object:
     return await request
+
+
+AT_ONCE = (
+    "before it can answer for one, and FSDP wants this answer at once: to add it to an earlier gradient, or to "
+    "cast it. Clear gradients before each backward that synchronises (set_requires_gradient_sync), and let "
+    "MixedPrecisionPolicy(reduce_dtype=...) be the dtype of the parameters"
+)
+TENSOR_PARALLEL = (
+    "in one sum, and with tensor parallelism some ranks have copies of a parameter and others pieces of it; use a "
+    "strategy that works bucket by bucket"
+)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..agree.limits import limit_of_group
 from ..checkpoint.subject import Parameter
+from ..core.collectives import Scope
 from ..core.strategy import Strategy, parts
 from ..errors import InvalidValue, RanksDisagree
 from ..feed.fsdp import FsdpFeed, FsdpGroup
@@ -113,8 +114,11 @@ class ShardedAttachment(Session):
             assert session is not None
             return session.strategy
 
-        scope = "cross" if model.carries == "replicas" or model.tensor_parallel else "world"
-        self.feed = FsdpFeed(self._step, strategy, device=model.device, peers=opened.scopes.sizes[scope])
+        over: Scope = "cross" if model.carries == "replicas" or model.tensor_parallel else "world"
+        self.feed = FsdpFeed(
+            self._step, strategy, device=model.device, over=over, peers=opened.scopes.sizes[over],
+            tensor_parallel=model.tensor_parallel,
+        )  # fmt: skip
         waits = self._watch_torch(opened)
         for group, parameters in zip(model.groups, model.parameters, strict=True):
             of = FsdpGroup(group, parameters, model.place, model.count)
