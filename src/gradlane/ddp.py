@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .core.strategy import Strategy
 from .errors import WrongState, WrongType
-from .feed.sharded_models import refuse_sharded
+from .feed.sharded_models import refuse_dtensors, refuse_fsdp1
 from .fsdp_internals import param_groups
 from .lane.base import completed_future
 from .session.attachment import Attachment
@@ -204,8 +204,12 @@ def _checked_model(ddp: object) -> DistributedDataParallel:
         if isinstance(uncompiled(ddp), DistributedDataParallel):
             raise WrongType("attach to the DDP model itself, before or after torch.compile(ddp) took it")
         if isinstance(ddp, torch.nn.Module):
-            refuse_sharded(
-                ddp, "without FSDP, wrap it in DistributedDataParallel instead, and attach to that"
+            refuse_fsdp1(ddp)
+            refuse_dtensors(
+                ddp,
+                "wrap it in DistributedDataParallel(model, device_mesh=mesh['dp']) or prepare it by "
+                "replicate() of FSDP2, and attach to that; or call reduce_gradients(model, strategy, "
+                "group=mesh['dp'].get_group())",
             )
         raise WrongType(
             f"attach needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first: "

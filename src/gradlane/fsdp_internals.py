@@ -118,8 +118,8 @@ class ShardedParameter(NamedTuple):
     own: weakref.ref[Any]
     """The ``DTensor`` that the optimizer has."""
     trained: bool
-    tensor_parallel: bool
-    """Whether ranks of other dimensions of the mesh have other pieces of it."""
+    is_piece: bool
+    """Whether ranks of other dimensions of the mesh have other pieces of it, and not copies."""
 
 
 def parameters_of_group(group: Any, prefixes: dict[int, str]) -> list[ShardedParameter]:
@@ -185,6 +185,36 @@ def fills_late(group: Any, indices: list[int], dtype: torch.dtype) -> bool:
 def reduces(group: Any) -> bool:
     """Whether backward reduces gradients: ``set_requires_gradient_sync``."""
     return bool(group.reduce_grads)
+
+
+# Tensor parallelism
+
+
+class TensorParallelism(NamedTuple):
+    """How the ranks that a parameter is distributed over have it."""
+
+    ranks: tuple[int, ...]
+    is_piece: bool
+    """Whether each rank has a piece of it. Otherwise all have copies."""
+    is_partial: bool
+    """Whether each rank has a summand."""
+
+
+def tensor_parallelism(parameter: Tensor) -> TensorParallelism | None:
+    """Of a ``DTensor``, or of a local tensor that DDP has made of one; None for any other parameter.
+
+    ``Parameter._st_info``: torch's transformation for DDP.
+    """
+    info: Any = getattr(parameter, "_st_info", None)
+    placements = getattr(info or parameter, "placements", None)
+    if placements is None:
+        return None
+    mesh = info.mesh if info is not None else parameter.device_mesh  # type: ignore[attr-defined]
+    return TensorParallelism(
+        tuple(mesh.mesh.flatten().tolist()),
+        any(placement.is_shard() for placement in placements),
+        any(placement.is_partial() for placement in placements),
+    )
 
 
 # Places where gradlane takes over. Each call returns what puts back the old state.

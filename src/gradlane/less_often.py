@@ -13,7 +13,7 @@ from .core.strategy import Strategy
 from .ddp import attach
 from .errors import InvalidValue, WrongState, WrongType
 from .feed.own_buckets import DEFAULT_BUCKET_MB
-from .feed.sharded_models import refuse_sharded
+from .feed.sharded_models import refuse_dtensors, refuse_fsdp1, refuse_fsdp2
 from .feed.step_counter import checked_optimizer
 from .lane.one_rank import OneRank
 from .session.base import Session
@@ -92,7 +92,10 @@ def local_steps(
     if not isinstance(model, nn.Module):
         raise WrongType(f"local_steps needs a module, got {type(model).__name__}; pass the model")
     model = uncompiled(model)
-    refuse_sharded(model, "call it on a model of which every rank has a full copy, without FSDP")
+    refuse_fsdp1(model)
+    whole = "local steps need a full copy on each rank: train the model with DDP, or without it"
+    refuse_fsdp2(model, whole)
+    refuse_dtensors(model, whole)
     if local_training_of(model) is not None:
         raise WrongState(
             "this model has local steps already; use their swap(strategy), or close() them first"

@@ -25,9 +25,11 @@ from ..core.strategy import Reduced, Strategy
 from ..errors import WrongState
 from ..lane.base import same
 from ..torch_internals import call_after_backward, current_backward, span
+from .copies_apart import CopiesApart
 from .layout import layout_of
 from .row_major import RowMajorCopy, row_major_copy
 from .step import State, Step
+from .tensor_parallel import pieces_of
 
 NameOf = Callable[[int, int, Tensor], str]
 """The name of a parameter, by its bucket and its index there."""
@@ -39,6 +41,7 @@ class _Contents(NamedTuple):
     parameters: tuple[int, ...]  # their ids
     layout: Layout
     row_major: RowMajorCopy | None
+    pieces: tuple[bool, ...]  # of which of them other ranks have other pieces: tensor parallelism
 
 
 class DdpFeed:
@@ -50,10 +53,12 @@ class DdpFeed:
         *,
         name_of: NameOf,
         divides_by_active: Callable[[], bool] = lambda: False,
+        tensor_parallel: bool = False,
     ) -> None:
         self.step = step
         self._name_of = name_of
         self._divides_by_active = divides_by_active
+        self._tensor_parallel = tensor_parallel
         self.raises_at_once: Callable[[BaseException], bool] = lambda failure: False
         """Whether an error must not wait for DDP's own callback, because that would hang."""
         self._counts_active = False  # in this step
@@ -67,6 +72,10 @@ class DdpFeed:
         if bucket.index() == 0 or self.step.state is not State.BEGUN:
             self.step.begin(strategy, joined=joined)
             self._counts_active = self._divides_by_active()
+            if self._counts_active and self._tensor_parallel:
+                raise WrongState(
+                    "join(divide_by_initial_world_size=False) is not possible with tensor parallelism"
+                )
         contents = self._contents_of(bucket)
         flat, finish = bucket.buffer(), same
         if contents.row_major is not None:
@@ -75,6 +84,8 @@ class DdpFeed:
         if not joined and backward != self._ended_by:
             call_after_backward(self._backward_ended)
             self._ended_by = backward
+        if self._tensor_parallel:
+            strategy = CopiesApart(strategy, contents.pieces)
         answer = self.step.submit(
             _MeanOfActive(strategy) if self._counts_active else strategy,
             flat,
@@ -128,7 +139,7 @@ class DdpFeed:
         if known is not None:
             self.step.forget_buckets()
         layout = layout_of(self._names(index, parameters), parameters)
-        contents = _Contents(ids, layout, row_major_copy(parameters, bucket.buffer()))
+        contents = _Contents(ids, layout, row_major_copy(parameters, bucket.buffer()), pieces_of(parameters))
         self._contents[index] = contents
         return contents
 

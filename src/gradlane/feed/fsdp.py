@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from ..core.bucket import Bucket, Layout, Slot
 from ..core.collectives import Kind, Scope, StepSum
@@ -30,31 +29,32 @@ from ..errors import InvalidValue
 from ..fsdp_internals import ShardedParameter, fills_late, with_gradient
 from ..strategies.mean import Noop
 from ..torch_internals import call_after_backward, current_backward, span
+from .copies_apart import CopiesApart
 from .step import State, Step
 
 
-class _Piece(NamedTuple):
-    """A bucket: some parameters of a group."""
+class Contents(NamedTuple):
+    """What is in the gradient of a group, in one step: the parameters that have one."""
 
     layout: Layout
     whole: Layout
     """The same parameters before they are cut."""
-    spans: tuple[tuple[int, int], ...]
-    """Where they are in the flat gradient: start and length of each run. One run is all of it."""
+    pieces: tuple[bool, ...]
+    """Of which of them ranks of other dimensions of the mesh have other pieces."""
     scratch: Scratch
 
 
 class FsdpGroup:
-    """One group of parameters of FSDP, and the buckets that its gradient becomes."""
+    """One group of parameters of FSDP."""
 
     def __init__(self, group: Any, parameters: Sequence[ShardedParameter], place: int, count: int) -> None:
         self._group = weakref.ref(group)
         named = ((part_name(p.name, place, count) if count > 1 else p.name) for p in parameters)
         self._slots = [Slot(name, p.part) for name, p in zip(named, parameters, strict=True)]
         self._whole = [Slot(p.name, torch.Size([p.part[0] * count, *p.part[1:]])) for p in parameters]
-        self._apart = [p.tensor_parallel for p in parameters]
+        self._pieces = [p.is_piece for p in parameters]
         self._indices: list[int] = []
-        self._pieces: dict[tuple[int, ...], list[_Piece]] = {}
+        self._contents: dict[tuple[int, ...], Contents] = {}
 
     def look(self) -> None:
         """Before FSDP packs the gradients of this group: see which parameters have one."""
@@ -65,29 +65,16 @@ class FsdpGroup:
         group = self._group()
         return group is not None and fills_late(group, self._indices, dtype)
 
-    def pieces(self) -> list[_Piece]:
-        """The buckets of this gradient: one, or two where ranks of other dimensions of the mesh have other
-        values of some parameters and copies of the rest. Copies must get the same answer on these ranks, and
-        a codec's answer depends on the whole bucket."""
+    def contents(self) -> Contents:
         key = tuple(self._indices)
-        if key not in self._pieces:
-            kinds = sorted({self._apart[index] for index in key})
-            self._pieces[key] = [self._piece([i for i in key if self._apart[i] == kind]) for kind in kinds]
-        return self._pieces[key]
-
-    def _piece(self, chosen: list[int]) -> _Piece:
-        spans: list[tuple[int, int]] = []
-        start = 0
-        for index in self._indices:
-            length = self._slots[index].numel
-            if index in chosen:
-                if spans and sum(spans[-1]) == start:
-                    spans[-1] = (spans[-1][0], spans[-1][1] + length)
-                else:
-                    spans.append((start, length))
-            start += length
-        layout, whole = ([slots[i] for i in chosen] for slots in (self._slots, self._whole))
-        return _Piece(Layout(layout), Layout(whole), tuple(spans), Scratch())
+        if key not in self._contents:
+            self._contents[key] = Contents(
+                Layout(self._slots[index] for index in key),
+                Layout(self._whole[index] for index in key),
+                tuple(self._pieces[index] for index in key),
+                Scratch(),
+            )
+        return self._contents[key]
 
 
 class FsdpFeed:
@@ -131,36 +118,29 @@ class FsdpFeed:
     def _submit(self, group: FsdpGroup, flat: Tensor, whole: Tensor | None, scale: float, late: bool) -> None:
         if not self._begin(group):
             return
-        answers = []
-        for piece in group.pieces():
-            strategy = self._strategy()
-            part, given = flat, whole
-            if piece.spans != ((0, flat.numel()),):
-                part = _taken(flat, piece.spans)
-                if whole is not None:
-                    given = torch.cat([_taken(each, piece.spans) for each in whole.view(-1, flat.numel())])
-            if given is not None:
-                strategy = _ReduceScatter(strategy, given, piece.whole, self._over)
-            if self._tensor_parallel or not late:
-                why = TENSOR_PARALLEL if self._tensor_parallel else AT_ONCE
-                strategy = _WithoutStepSum(strategy, why)
-            answers.append(self._give(strategy, part, piece, partial(_fill, flat, piece.spans, scale), given))
+        contents, strategy = group.contents(), self._strategy()
+        if self._tensor_parallel:
+            strategy = CopiesApart(strategy, contents.pieces)
+        if whole is not None:
+            strategy = _ReduceScatter(strategy, whole, contents.whole, self._over)
+        if not late:
+            strategy = _AtOnce(strategy)
+        given = flat if whole is None else whole
+        kind: Kind = "all_reduce" if whole is None else "reduce_scatter"
+        answer = self.step.submit(
+            strategy,
+            flat,
+            contents.layout,
+            index=self._count,
+            is_last=False,
+            finish=partial(_fill, flat, scale),
+            scratch=contents.scratch,
+            dense_bytes=wire_bytes(kind, given.numel() * given.element_size(), self._peers),
+        )
+        self._count += 1
         if not late:  # FSDP is about to cast, add or move the answer
             with span("wait for the lane"):
-                for answer in answers:
-                    answer.wait()
-
-    def _give(
-        self, strategy: Strategy, part: Tensor, piece: _Piece, finish: Callable[[Tensor], Tensor], whole: Any
-    ) -> Future[Tensor]:
-        index, self._count = self._count, self._count + 1
-        given = part if whole is None else whole
-        kind: Kind = "all_reduce" if whole is None else "reduce_scatter"
-        dense = wire_bytes(kind, given.numel() * given.element_size(), self._peers)
-        return self.step.submit(
-            strategy, part, piece.layout, index=index, is_last=False, finish=finish, scratch=piece.scratch,
-            dense_bytes=dense,
-        )  # fmt: skip
+                answer.wait()
 
     def _begin(self, group: FsdpGroup) -> bool:
         """At a group's turn in backward. Whether its gradient is to be submitted."""
@@ -196,21 +176,11 @@ class FsdpFeed:
             raise error
 
 
-def _taken(flat: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    return torch.cat([flat[start : start + length] for start, length in spans])
-
-
-def _fill(flat: Tensor, spans: Sequence[tuple[int, int]], scale: float, mean: Tensor) -> Tensor:
+def _fill(flat: Tensor, scale: float, mean: Tensor) -> Tensor:
     """Write an answer to where FSDP wants it."""
-    start = 0
-    for offset, length in spans:
-        target, source = flat[offset : offset + length], mean[start : start + length]
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
-        if scale != 1:
-            target.mul_(scale)
-        start += length
-    return mean
+    if mean.data_ptr() != flat.data_ptr():
+        flat.copy_(mean)
+    return flat.mul_(scale) if scale != 1 else flat
 
 
 @dataclass
@@ -231,29 +201,22 @@ class _ReduceScatter(Strategy):
 
 
 @dataclass
-class _WithoutStepSum(Strategy):
-    """Refuses what needs a sum over all buckets of the step, and says why."""
+class _AtOnce(Strategy):
+    """Refuses what could not end before later buckets have come."""
 
     inner: Strategy
-    why: str
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        async def refuse(part: StepSum) -> Tensor:
-            raise InvalidValue(f"{type(self.inner).__name__} needs the gradients of all groups {self.why}")
+        return await intercept(self.inner.reduce(bucket), _pass_on, self._refuse)
 
-        return await intercept(self.inner.reduce(bucket), _pass_on, refuse)
+    async def _refuse(self, part: StepSum) -> Tensor:
+        raise InvalidValue(
+            f"{type(self.inner).__name__} needs the gradients of all groups before it can answer for one, "
+            "and FSDP wants this answer at once: to add it to an earlier gradient, or to cast it. Clear "
+            "gradients before each backward that synchronises (set_requires_gradient_sync), and let "
+            "MixedPrecisionPolicy(reduce_dtype=...) be the dtype of the parameters"
+        )
 
 
 async def _pass_on(request: Any) -> object:
     return await request
-
-
-AT_ONCE = (
-    "before it can answer for one, and FSDP wants this answer at once: to add it to an earlier gradient, or to "
-    "cast it. Clear gradients before each backward that synchronises (set_requires_gradient_sync), and let "
-    "MixedPrecisionPolicy(reduce_dtype=...) be the dtype of the parameters"
-)
-TENSOR_PARALLEL = (
-    "in one sum, and with tensor parallelism some ranks have copies of a parameter and others pieces of it; use a "
-    "strategy that works bucket by bucket"
-)

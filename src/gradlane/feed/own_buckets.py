@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..core.numbers import is_number
 from ..errors import InvalidValue
+from ..fsdp_internals import local
 from ..torch_internals import assign_buckets, copy_each
 from .layout import layout_of
+from .tensor_parallel import pieces_of
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's
 
@@ -35,6 +37,9 @@ class OwnBucket:
         self, indices: Sequence[int], names: Sequence[str], parameters: Sequence[Tensor], *, sparse: bool
     ) -> None:
         self._indices = indices  # of its parameters in the list of all
+        self.pieces = pieces_of(parameters)
+        """Of which of them other ranks have other pieces: tensor parallelism."""
+        parameters = list(map(local, parameters))
         self.layout = layout_of(names, parameters)
         self._sparse = sparse
         # Keeps no parameter: the model can be collected.
@@ -45,7 +50,7 @@ class OwnBucket:
 
     def filled(self, parameters: Sequence[Tensor]) -> Tensor:
         """A copy of the gradients; zeros for a missing one."""
-        gradients = [parameters[index].grad for index in self._indices]
+        gradients = [_own_gradient(parameters[index]) for index in self._indices]
         if self._sparse:
             return _sparse_copy(gradients[0], parameters[self._indices[0]])
         targets, sources = [], []
@@ -63,13 +68,14 @@ class OwnBucket:
         targets, sources = [], []
         for index, part in zip(self._indices, [mean] if self._sparse else self._cut(mean), strict=True):
             parameter = parameters[index]
-            gradient = parameter.grad
+            gradient = _own_gradient(parameter)
             if not wanted[index]:
                 continue
             if self._sparse:
                 parameter.grad = part
             elif gradient is None or gradient.is_sparse or _repeats(gradient):
-                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(part)
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                local(parameter.grad).copy_(part)
             else:
                 targets.append(gradient)
                 sources.append(part)
@@ -87,13 +93,26 @@ def own_buckets(
     """The last parameters first, because backward computes their gradients first. DDP's rule: one dtype in
     each bucket, closed as soon as it holds ``limit`` bytes, and a sparse gradient alone."""
     order = list(reversed(range(len(parameters))))
-    groups = assign_buckets([parameters[i] for i in order], limit, [sparse[i] for i in order])
+    groups = assign_buckets([local(parameters[i]) for i in order], limit, [sparse[i] for i in order])
     buckets = []
     for group in groups:
         indices = [order[index] for index in group]
         members = [parameters[i] for i in indices]
         buckets.append(OwnBucket(indices, [names[i] for i in indices], members, sparse=sparse[indices[0]]))
     return buckets
+
+
+def _own_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of a gradient; None if there is no gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        raise InvalidValue(
+            f"a gradient has the placements {gradient.placements}, its parameter has "  # type: ignore[attr-defined]
+            f"{parameter.placements}; redistribute the gradient before it is reduced"  # type: ignore[attr-defined]
+        )
+    return local(gradient)
 
 
 def _sparse_copy(gradient: Tensor | None, parameter: Tensor) -> Tensor:

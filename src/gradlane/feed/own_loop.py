@@ -14,6 +14,7 @@ from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
 from ..lane.watchdog import ROLL_CALL
+from .copies_apart import CopiesApart
 from .own_buckets import OwnBucket
 from .step import Step
 
@@ -34,8 +35,9 @@ class OwnLoopFeed:
     """Fills buckets and submits them one after the other: the second is filled and encoded while the first
     travels."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, *, tensor_parallel: bool = False) -> None:
         self.step = step
+        self._tensor_parallel = tensor_parallel
 
     @torch.no_grad()
     def reduce(self, buckets: Sequence[OwnBucket], parameters: Sequence[Tensor], strategy: Strategy) -> None:
@@ -54,7 +56,8 @@ class OwnLoopFeed:
                 self._break_off(error)
                 break
             is_last = index == len(buckets) - 1
-            answers.append(self.step.submit(strategy, flat, bucket.layout, index=index, is_last=is_last))
+            working = CopiesApart(strategy, bucket.pieces) if self._tensor_parallel else strategy
+            answers.append(self.step.submit(working, flat, bucket.layout, index=index, is_last=is_last))
         failure = self.step.wait()
         if failure is None:
             wanted = present if all(present) else [bool(some) for some in anywhere.wait().tolist()]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InvalidValue, WrongState, WrongType
 from ..lane.one_rank import OneRank
 from ..torch_internals import uncompiled
-from .sharded_models import refuse_sharded
+from .sharded_models import refuse_fsdp1, refuse_fsdp2
 
 Parameters = dict[str, nn.Parameter]
 
@@ -26,7 +26,8 @@ def checked_model(model: nn.Module) -> nn.Module:
             "this is a DDP model, and DDP reduces its gradients in backward already; use "
             "gradlane.attach(ddp, strategy), or train the module without DDP"
         )
-    refuse_sharded(model, "call it on a model of which every rank has a full copy, without FSDP")
+    refuse_fsdp1(model)
+    refuse_fsdp2(model, "use gradlane.attach(model, strategy), which takes part in that")
     return model
 
 

@@ -1,4 +1,4 @@
-"""Refuses models whose parameters are sharded by FSDP or tensor parallelism."""
+"""Refuses models whose parameters are sharded, where a strategy would need a full copy on each rank."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ import sys
 from torch import nn
 
 from ..errors import WrongType
+from ..fsdp_internals import fsdp_class
 
-MODULES = (("FullyShardedDataParallel", "wrapped by FSDP"), ("FSDPModule", "sharded by fully_shard (FSDP2)"))
 
-
-def refuse_sharded(model: nn.Module, instead: str) -> None:
-    """Strategies reduce gradients of replicas; the gradient of a shard is reduced already."""
-    if (what := _how_sharded(model)) is not None:
+def refuse_fsdp1(model: nn.Module) -> None:
+    """The older FSDP has no place where a strategy could take over."""
+    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if kind is not None and any(isinstance(part, kind) for part in model.modules()):
         raise WrongType(
-            f"this model is {what}: each rank has a part of every parameter, and backward reduces and "
-            f"scatters its gradient already. gradlane reduces the gradients of full copies; {instead}"
+            "this model is wrapped by FSDP (FullyShardedDataParallel), which lets nobody else reduce its "
+            "gradients; shard it by fully_shard (FSDP2) instead, and attach to that"
         )
 
 
-def _how_sharded(model: nn.Module) -> str | None:
-    for name, what in MODULES:
-        kind = _loaded("torch.distributed.fsdp", name)
-        if kind is not None and any(isinstance(part, kind) for part in model.modules()):
-            return what
+def refuse_fsdp2(model: nn.Module, instead: str) -> None:
+    kind = fsdp_class()
+    if kind is not None and any(isinstance(part, kind) for part in model.modules()):
+        raise WrongType(
+            "this model is sharded by fully_shard (FSDP2): backward reduces and scatters its gradients, and "
+            f"each rank has a part of every parameter; {instead}"
+        )
+
+
+def refuse_dtensors(model: nn.Module, instead: str) -> None:
     kind = _loaded("torch.distributed.tensor", "DTensor")
     if kind is not None and any(isinstance(parameter, kind) for parameter in model.parameters()):
-        return "made of DTensors (tensor parallelism)"
-    return None
+        raise WrongType(f"this model is made of DTensors (tensor parallelism); {instead}")
 
 
 def _loaded(module: str, name: str) -> type | None:

@@ -14,11 +14,13 @@ from ..agree.limits import limit_of_group
 from ..core.strategy import Strategy
 from ..feed.ddp import DdpFeed
 from ..feed.ddp_waits import DdpWaits, watch_over
+from ..feed.tensor_parallel import tensor_parallel_ranks
 from ..lane.open import Opened
 from ..lane.thread import ThreadLane
 from ..settings import Settings
 from ..torch_internals import divides_by_active, rebuild_buckets
 from .base import Session
+from .tensor_parallel import across_replicas, refuse_options
 
 
 class Attachment(Session):
@@ -35,10 +37,17 @@ class Attachment(Session):
         self.on_close: Callable[[], None] = _nothing
         self._stop_watching: Callable[[], None] = _nothing
         self._waits: DdpWaits | None = None
+        ranks = tensor_parallel_ranks(ddp.module.parameters(), ddp.process_group)
+        self._tensor_parallel = ranks is not None
+        group, mesh = ranks or (ddp.process_group, None)
+        refuse_options(settings, self._tensor_parallel)
         super().__init__(
-            ddp, ddp.module, ddp.process_group, ddp.device, strategy, settings, doing="attach",
-            must_agree={"wrapping": _wrapping(ddp)},
+            ddp, ddp.module, group, ddp.device, self._working(strategy), settings, doing="attach",
+            must_agree={"wrapping": _wrapping(ddp)}, mesh=mesh,
         )  # fmt: skip
+
+    def _working(self, strategy: Strategy) -> Strategy:
+        return across_replicas(strategy) if self._tensor_parallel else strategy
 
     def close(self) -> None:
         self.on_close()
@@ -52,6 +61,7 @@ class Attachment(Session):
             self._step,
             name_of=partial(_name_of, self._names),  # not a method: that would keep this object alive
             divides_by_active=lambda: (ddp := model()) is not None and divides_by_active(ddp),
+            tensor_parallel=self._tensor_parallel,
         )
         if isinstance(opened.lane, ThreadLane) and (ddp := model()) is not None:
             self._watch_ddp(ddp, opened.lane)

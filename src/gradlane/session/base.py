@@ -180,7 +180,11 @@ class Session(ABC):
                 "freeze_moments has chosen the strategy of this attachment, and its optimizer follows that; "
                 "call freeze_moments again with another then="
             )
-        self._swap_to(as_strategy(strategy))
+        self._swap_to(self._working(as_strategy(strategy)))
+
+    def _working(self, strategy: Strategy) -> Strategy:
+        """The user's strategy, as it works on this model."""
+        return strategy
 
     def _swap_to(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.subject import Parameter
 from ..core.strategy import Strategy
 from ..errors import WrongState
 from ..feed.own_buckets import DEFAULT_BUCKET_MB, bytes_of, checked_bucket_mb, own_buckets
@@ -20,6 +21,8 @@ from ..feed.own_model_checks import (
     sparse_names,
     trained_of,
 )
+from ..feed.tensor_parallel import tensor_parallel_ranks
+from ..fsdp_internals import local
 from ..lane.one_rank import OneRank
 from ..lane.open import Opened
 from ..settings import Settings
@@ -27,6 +30,7 @@ from ..strategies.as_strategy import as_strategy
 from ..strategies.text import describe
 from ..torch_internals import uncompiled
 from .base import Session
+from .tensor_parallel import across_replicas, refuse_options
 
 _open: list[OwnLoop] = []  # one for each model, until it is closed: its memory must outlive the call
 
@@ -59,15 +63,28 @@ class OwnLoop(Session):
         self._ids = {name: id(parameter) for name, parameter in model.named_parameters()}
         self._trained = list(trained)
         self._requested: object = strategy
+        ranks = tensor_parallel_ranks(trained.values(), checked)
+        self._tensor_parallel = ranks is not None
+        checked, mesh = ranks or (checked, None)
+        refuse_options(settings, self._tensor_parallel)
         super().__init__(
-            model, model, checked, one_device(trained), as_strategy(strategy), settings,
-            doing="reduce_gradients", must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse},
+            model, model, checked, one_device(trained), self._working(as_strategy(strategy)), settings,
+            doing="reduce_gradients", must_agree={"bucket_mb": self.bucket_mb, "sparse": sparse}, mesh=mesh,
         )  # fmt: skip
         limit = bytes_of(self.bucket_mb)
         flags = [name in sparse for name in trained]
         self._buckets = own_buckets(self._trained, list(trained.values()), flags, limit)
         _open.append(self)
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
+
+    def _working(self, strategy: Strategy) -> Strategy:
+        return across_replicas(strategy) if self._tensor_parallel else strategy
+
+    def _described(self, parameters: list[Parameter]) -> list[Parameter]:
+        """With this rank's shapes, which differ from the whole ones under tensor parallelism."""
+        model = self._module()
+        own = {} if model is None else {name: local(p).shape for name, p in model.named_parameters()}
+        return [p._replace(shape=list(own[p.name])) for p in parameters]
 
     def reduce(self) -> None:
         """What ``reduce_gradients(model)`` does."""
@@ -97,7 +114,7 @@ class OwnLoop(Session):
     ) -> None:
         """Refuse a later call with another strategy or other options than the first one."""
         if strategy is not self._requested and strategy != self._requested:
-            requested, own = describe(as_strategy(strategy)), describe(self.strategy)
+            requested, own = describe(self._working(as_strategy(strategy))), describe(self.strategy)
             if requested != own:
                 raise WrongState(
                     f"{own} reduces the gradients of this model, and this call requests {requested}; on all "
@@ -112,7 +129,7 @@ class OwnLoop(Session):
             )
 
     def _start_feed(self, opened: Opened) -> None:
-        self._feed = OwnLoopFeed(self._step)
+        self._feed = OwnLoopFeed(self._step, tensor_parallel=self._tensor_parallel)
 
     def _change_of(self, parameters: Parameters) -> WrongState | None:
         """The error for a parameter that was added, removed, replaced or unfrozen since the ranks agreed."""

@@ -29,7 +29,6 @@ from ..lane.open import Opened
 from ..lane.thread import ThreadLane
 from ..settings import Settings
 from ..strategies.across_replicas import AcrossReplicas
-from ..strategies.as_strategy import as_strategy
 from ..strategies.hierarchical import Hierarchical
 from .base import Session
 
@@ -63,9 +62,6 @@ class ShardedAttachment(Session):
         except BaseException:
             self.close()
             raise
-
-    def swap(self, strategy: Strategy | str) -> None:
-        super().swap(self._working(as_strategy(strategy)))
 
     def close(self) -> None:
         self.on_close()
