@@ -30,6 +30,7 @@ from ..lane.thread import ThreadLane
 from ..settings import Settings
 from ..strategies.across_replicas import AcrossReplicas
 from ..strategies.hierarchical import Hierarchical
+from ..strategies.weighted import WeightedMean
 from .base import Session
 
 
@@ -80,8 +81,9 @@ class ShardedAttachment(Session):
                 "Hierarchical on a model with replicas: FSDP has the node's part already. Attach what is "
                 "inside: attach(model, 'ErrorFeedback(Sharded(Int4()))') carries shards across replicas"
             )
-        if self._model.count == 1 and not self._model.tensor_parallel:
-            return strategy  # its world are the replicas
+        weighted = any(isinstance(part, WeightedMean) for part in parts(strategy))
+        if weighted and self._model.count == 1 and not self._model.tensor_parallel:
+            return strategy  # its world are the replicas, each of which is one rank with a weight of its own
         return AcrossReplicas(strategy)
 
     def _scattering(self, strategy: Strategy) -> Strategy:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +67,14 @@ class Hierarchical(OnParts):
     def _part(self) -> tuple[int, int]:
         """With a single node ``inner`` works alone, on whole parameters."""
         return (0, 1) if self._scopes.sizes["cross"] == 1 else super()._part()
+
+    def carried_across(self, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if self._scopes.sizes["cross"] == 1 and any(nodes):
+            raise InvalidValue(
+                "what Hierarchical keeps was saved by several nodes, and is for what they send each other; on "
+                "one node it would never be sent. Go on with several nodes, or leave it out (strict=False)"
+            )
+        return super().carried_across(nodes)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         refuse_sparse(bucket, "Hierarchical")

@@ -13,7 +13,7 @@ from ..core.parts import part_name
 from ..core.scopes import ALONE, Scopes
 from ..core.strategy import Strategy, named_states
 from ..core.world_change import Expected, OneField, Slots
-from ..errors import InvalidValue, WrongType
+from ..errors import WrongType
 from .feedback import EF21, ErrorFeedback
 from .nesting import check_nesting
 from .recut import Recut
@@ -95,12 +95,10 @@ class OnParts(Strategy):
         place, count = self._part()
         shared = [leaf.path for leaf in named_states(self.cross) if getattr(leaf.state, "shared", False)]
         nodes = Recut(OneField(saved, "cross"), self._slots, shared, place, count, self.part_shape)
-        number, now = self._scopes.places["cross"], self._scopes.sizes["cross"]
-        if now == 1 and any(nodes):
-            raise InvalidValue(
-                f"what {type(self).__name__} keeps was saved by several nodes, and is for what they send "
-                "each other; on one node it would never be sent. Go on with several nodes, or leave it out "
-                "(strict=False)"
-            )
-        state = dict(nodes[number]) if now == len(nodes) else self.cross.carried(nodes, number, now)
+        state = self.carried_across(nodes)
         return {"cross": state} if state else {}
+
+    def carried_across(self, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of ``cross``, made of what each old node has saved of this rank's part."""
+        number, now = self._scopes.places["cross"], self._scopes.sizes["cross"]
+        return dict(nodes[number]) if now == len(nodes) else self.cross.carried(nodes, number, now)
