@@ -48,7 +48,7 @@ class FsdpModel:
         """What the strategy reduces: each rank's shard over the replicas, or the shards themselves."""
         self.place, self.count = shard_place(first)
         self.device: torch.device = first.device
-        mesh = max((own.device_mesh for own in self._own().values()), key=lambda mesh: int(mesh.ndim))
+        mesh = max((own.device_mesh for own in self.own().values()), key=lambda mesh: int(mesh.ndim))
         self.tensor_parallel = mesh.ndim > data_dimensions(first)
         self._ranks: Tensor = mesh.mesh
         self.alike = self._alike(first)
@@ -63,9 +63,10 @@ class FsdpModel:
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's shard of each parameter."""
-        return {name: local(own.detach()) for name, own in self._own().items()}
+        return {name: local(own.detach()) for name, own in self.own().items()}
 
-    def _own(self) -> dict[str, Any]:
+    def own(self) -> dict[str, Any]:
+        """The ``DTensor`` of each parameter."""
         return {p.name: own for group in self.parameters for p in group if (own := p.own()) is not None}
 
     def ranks(self) -> tuple[Any, Mesh | None]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..agree.compare import as_note, objection, refuse_objections
 from ..agree.limits import limit_of_group
-from ..checkpoint.subject import Parameter
+from ..checkpoint.subject import Parameter, slots_of
 from ..core.collectives import Scope
 from ..core.strategy import Strategy, parts
 from ..errors import InvalidValue, RanksDisagree
@@ -30,8 +34,12 @@ from ..lane.thread import ThreadLane
 from ..settings import Settings
 from ..strategies.across_replicas import AcrossReplicas
 from ..strategies.hierarchical import Hierarchical
+from ..strategies.text import describe, saved_by
 from ..strategies.weighted import WeightedMean
 from .base import Session
+
+if TYPE_CHECKING:
+    from .distributed_state import MeshState
 
 
 class ShardedAttachment(Session):
@@ -51,6 +59,7 @@ class ShardedAttachment(Session):
                 "node; leave it out"
             )
         self._undo: list[Callable[[], None]] = []
+        self._loads = 0  # calls of ``load_distributed``
         self.on_close: Callable[[], None] = lambda: None
         """Set by ``attach``: what else is to do at close."""
         group, mesh = self._model.ranks()
@@ -69,6 +78,52 @@ class ShardedAttachment(Session):
         while self._undo:
             self._undo.pop()()
         super().close()
+
+    def distributed_state(self) -> dict[str, Tensor]:
+        """The step and the memory of the strategy as DTensors, for torch's distributed checkpoint:
+        ``dcp.save({"model": ..., "gradlane": attachment.distributed_state()}, checkpoint_id=folder)``."""
+        self._must_be_between_steps("distributed_state")
+        self._step.finish()
+        about = {"step": self.step, "strategy": describe(self.strategy, shared_only=True)}
+        return self._mesh_state().saved(self._across_replicas(), about)
+
+    def load_distributed(self, path: str | os.PathLike[str], *, key: str = "gradlane") -> None:
+        """Continue from what ``dcp.save`` wrote of ``distributed_state()``, on a mesh of any size. Call it on
+        every rank; if one refuses, all do, and nothing changes."""
+        self._must_be_open()
+        strategy, own = self._across_replicas(), self.strategy
+        before = own.state_dict()
+        refusal = objection(lambda: self._take(strategy, Path(path), key))
+        doing, self._loads = "load_distributed", self._loads + 1
+        _, notes = self._board.agree(f"{doing}{self._loads}", {"objection": as_note(refusal)}, doing=doing)
+        try:
+            refuse_objections(notes, refusal, doing)
+        except BaseException:
+            own.load_state_dict(before)
+            raise
+
+    def _take(self, strategy: AcrossReplicas, path: Path, key: str) -> None:
+        said, state = self._mesh_state().loaded(strategy, path, key)
+        if not saved_by(self.strategy, said["strategy"]):
+            raise InvalidValue(
+                f"it was saved by {said['strategy']}, this run has {describe(self.strategy)}; attach the "
+                "strategy that saved it, and swap() afterwards"
+            )
+        self._state.load_state(self.strategy, state, said["step"])
+
+    def _across_replicas(self) -> AcrossReplicas:
+        if isinstance(self.strategy, AcrossReplicas) and not self._model.tensor_parallel:
+            return self.strategy
+        raise InvalidValue(
+            f"{describe(self.strategy, short=True)} has no state across replicas that torch's distributed "
+            "checkpoint could hold; use attachment.save(folder) and load(folder)"
+        )
+
+    def _mesh_state(self) -> MeshState:
+        from .distributed_state import MeshState  # with torch's checkpoints, which take long to import
+
+        mesh = next(iter(self._model.own().values())).device_mesh
+        return MeshState(mesh, self._model.place, self._model.count, slots_of(self._parameters))
 
     def _working(self, strategy: Strategy) -> Strategy:
         """The strategy as it works on shards."""

@@ -80,6 +80,12 @@ class SessionState:
         text = describe(strategy, shared_only=True)
         return Subject(strategy, text, self._step.next, self._parameters, self._step.layout())
 
+    def load_state(self, strategy: Strategy, state: Mapping[str, Any], step: int) -> None:
+        """All of a state that came another way than from a folder of ``save``."""
+        self._ownership.used = True
+        self._load_memory(strategy, state)
+        self._step.go_to(step)
+
     def _load_memory(self, strategy: Strategy, state: object) -> None:
         """All of it, or nothing."""
         if not isinstance(state, Mapping):

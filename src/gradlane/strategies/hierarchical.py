@@ -71,8 +71,8 @@ class Hierarchical(OnParts):
     def carried_across(self, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self._scopes.sizes["cross"] == 1 and any(nodes):
             raise InvalidValue(
-                "what Hierarchical keeps was saved by several nodes, and is for what they send each other; on "
-                "one node it would never be sent. Go on with several nodes, or leave it out (strict=False)"
+                "what Hierarchical keeps was saved by several nodes, and is for what they send each other; "
+                "on one node it would never be sent. Go on with several nodes, or leave it out (strict=False)"
             )
         return super().carried_across(nodes)
 
