@@ -265,6 +265,8 @@ def test_the_command_shows_what_nodes_send(tmp_path):
     assert "2 nodes of 2 ranks" in printed
     for text in ("across", "x hsdp", "hsdp: Mean()", "Noop()", "a node send to other nodes"):
         assert text in printed
+    table = printed.partition("median:")[0]
+    assert max(map(len, map(str.rstrip, table.splitlines()))) <= 80
     rows = json.loads(out.read_text())["results"]
     assert [row["arm"] for row in rows] == ["ddp", "Noop()", "hsdp", "hsdp: Mean()"]
     for text in ("2 nodes of 2 ranks", "a node across", "over hsdp"):
