@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from gradlane import doctor
+from gradlane.bench.emulation import _checked
 from gradlane.bench.hosts import hosts_for
 from gradlane.bench.link import parse_link
 from gradlane.doctor.examine import _local_rank
@@ -131,3 +132,36 @@ def test_the_link_is_what_was_measured():
         found = run_ranks(_local_rank, 2, prepare=hosts.prepare)
     assert found[0].bytes_per_s == found[1].bytes_per_s
     assert 50e6 < found[0].bytes_per_s * 8 < 110e6
+
+
+CLONE_NEWUTS = 0x04000000
+
+
+@needs_links
+def test_ranks_that_share_the_link_of_a_host_are_told_about_nodes():
+    """Two hosts of two ranks, with names and links of their own."""
+    with hosts_for(4, parse_link("100mbit"), per_host=2) as hosts:
+
+        def on_its_host(rank):
+            hosts.prepare(rank)
+            _checked("unshare", CLONE_NEWUTS)
+            socket.sethostname(f"node{rank // 2}")
+
+        where, findings, shared, rate, (mean, int8) = run_ranks(
+            on_two_nodes, 4, prepare=on_its_host, deadline=120
+        )[0]
+    assert where == "4 ranks on 2 hosts"
+    assert [level for topic, level, _ in findings if topic == "nodes"] == ["note"]
+    assert any("Hierarchical(" in advice and "HSDP" in advice for _, _, advice in findings)
+    assert shared == 2
+    assert 50e6 < rate < 110e6
+    assert mean.uplink_bytes == mean.wire_bytes
+    assert int8.uplink_bytes == pytest.approx(int8.wire_bytes * 4 / 3, abs=2)
+    assert int8.sending_s >= int8.uplink_bytes * 8 / rate
+
+
+def on_two_nodes(rank):
+    report = doctor.examine(1_000_000)
+    findings = [(found.topic, found.level, found.advice) for found in report.findings]
+    chosen = [row for row in report.estimates if row.strategy in ("Mean()", "Sharded(Int8())")]
+    return report.where, findings, report.link.ranks_per_host, report.link.bytes_per_s * 8, chosen

@@ -1,6 +1,7 @@
 """The doctor's checks of machines, networks, environments and DDP models."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gradlane.doctor.job import merged
 from gradlane.doctor.machine import check_machine, threads_finding
 from gradlane.doctor.measure_link import MeasuredLink
 from gradlane.doctor.reachability import check_reachability, interface_finding
+from gradlane.doctor.shared_link import check_shared_link, ranks_per_host
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,42 @@ def test_estimates_are_bytes_over_rate_and_work():
     assert plain.seconds == pytest.approx(plain.sending_s + (3 * 2**20 + 5) * 1e-9)
     assert rows["Cast(Mean(), bfloat16)"].wire_bytes == plain.wire_bytes // 2
     assert min(rows.values(), key=lambda row: row.seconds).strategy != "Mean()"
+
+
+def test_estimates_count_that_ranks_of_a_host_share_its_link():
+    """Four ranks on two hosts: a ring leaves a host once, direct sends leave it from both ranks."""
+    link = MeasuredLink(4, 0.0, 1e6, 1000, dict.fromkeys(STRATEGIES, 0.0))
+    alone = {row.strategy: row for row in estimates(2**20, link)}
+    shared = {row.strategy: row for row in estimates(2**20, replace(link, ranks_per_host=2))}
+    for strategy, row in shared.items():
+        assert row.wire_bytes == alone[strategy].wire_bytes == alone[strategy].uplink_bytes
+        assert row.sending_s == pytest.approx(row.uplink_bytes / 1e6)
+    assert shared["Mean()"] == alone["Mean()"]
+    int8 = shared["Sharded(Int8())"]  # of three peers two are on the other host
+    assert int8.uplink_bytes == pytest.approx(2 * int8.wire_bytes * 2 / 3, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shared", "what", "advice"),
+    [
+        (["a", "a", "a"], 1, None, None),
+        (["a", "b", "c"], 1, None, None),
+        (["a", "a", "b", "b"], 2, "2 ranks of a host share its link", "Hierarchical(ErrorFeedback("),
+        (["a", "b", "a", "b"], 2, "2 ranks of a host share its link", "or HSDP with"),
+        (["a", "a", "a", "b"], 3, "differ: 3 on a, 1 on b", "equally many ranks on each host"),
+    ],
+)
+def test_ranks_that_share_a_link_are_told_what_sends_once_for_each_host(hosts, shared, what, advice):
+    assert ranks_per_host(hosts) == shared
+    found = check_shared_link(hosts)
+    if what is None:
+        assert found == []
+        return
+    (finding,) = found
+    assert (finding.topic, finding.level) == ("nodes", "note")
+    assert what in finding.what
+    assert advice in finding.advice
+    assert "docs/nodes.md" in finding.advice
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import Kind
-from ..core.events import Event, wire_bytes
 from ..core.strategy import Strategy
 from ..ddp import attach
 from ..errors import GradlaneError, InvalidValue
@@ -20,48 +15,49 @@ from ..session import Session
 from ..session.local_training import LocalTraining
 from ..strategies.text import describe, parse
 from ..with_optimizer import attach_with_optimizer
+from .nodes import Nodes
+from .torch_hooks import count_collectives, register_hook, torch_hook
+from .traffic import Traffic
 
 DDP = "ddp"
 COMPUTE = "Noop()"
-TORCH_HOOKS = (
-    "allreduce",
-    "fp16",
-    "bf16",
-    "noop",
-    "powersgd",
-    "batched_powersgd",
-    "quantize_pertensor",
-    "quantize_perchannel",
-)
-_TORCH = re.compile(r"torch\.(\w+)(?:\((\d+)\))?")
+HSDP = "hsdp"
 
 
-class Arm:
-    """An arm attached to a model. It counts the bytes sent, and keeps the events of a strategy."""
+class Arm(Traffic):
+    """An arm attached to a model of DDP. It counts the bytes sent, and keeps the events of a strategy."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, name: str, optimizer: torch.optim.Optimizer | None = None
+        self,
+        ddp: DistributedDataParallel,
+        name: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """``optimizer``: of the training. Local steps count its steps, frozen moments are its own."""
-        self.events: list[Event] = []
-        self.sent_bytes = 0
+        super().__init__(nodes)
         self.local: LocalTraining | None = None
-        self._dense = 0  # bytes of a step of DDP itself
+        self._dense = 0  # bytes of the gradients that DDP itself reduces
+        per_node = None if nodes is None else nodes.per_node
         if name == DDP:
-            gradients = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
-            self._dense = wire_bytes("all_reduce", gradients, dist.get_world_size())
-        elif match := _TORCH.fullmatch(name):
-            self._count_torch()
-            _register(ddp, match[1], int(match[2] or 1))
+            self._dense = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
+        elif hook := torch_hook(name):
+            count_collectives(self)
+            register_hook(ddp, *hook)
         elif optimizer is None:
-            self.attachment: Session = attach(ddp, parse(name), observer=self._on_event)
+            self.attachment: Session = attach(
+                ddp, parse(name), observer=self.on_event, ranks_per_node=per_node
+            )
         else:
-            self.attachment = attach_with_optimizer(ddp, optimizer, name, observer=self._on_event)
+            self.attachment = attach_with_optimizer(
+                ddp, optimizer, name, observer=self.on_event, ranks_per_node=per_node
+            )
             self.local = self.attachment if isinstance(self.attachment, LocalTraining) else None
 
     def step_done(self) -> None:
         """After each step of the optimizer."""
-        self.sent_bytes += self._dense
+        if self._dense:
+            self.add("all_reduce", self._dense, dist.get_world_size())
         if self.local is not None:
             figures = self.local.metrics()  # the warm-up's bytes are in no event
             self.sent_bytes = round(figures["local/bytes_per_step"] * figures["local/steps"])
@@ -75,40 +71,22 @@ class Arm:
         """For evaluation: the weights that all ranks have agreed on."""
         return nullcontext() if self.local is None else self.local.agreed()
 
-    def take_events(self) -> list[Event]:
-        events, self.events = self.events, []
-        return events
 
-    def _on_event(self, event: Event) -> None:
-        self.events.append(event)
-        self.sent_bytes += event.wire_bytes
+def is_hsdp(name: str) -> bool:
+    return name == HSDP or name.startswith(f"{HSDP}:")
 
-    def _count_torch(self) -> None:
-        """torch's hooks do not count: wrap the collectives of ``torch.distributed`` in this process."""
-        for kind in ("all_reduce", "all_gather"):
-            setattr(dist, kind, self._counted(getattr(dist, kind), kind))
 
-    def _counted(self, call: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-        def counting(*args: Any, **options: Any) -> Any:
-            payload = args[-1] if kind == "all_gather" else args[0]
-            size = payload.numel() * payload.element_size()
-            self.sent_bytes += wire_bytes(kind, size, dist.get_world_size())
-            return call(*args, **options)
-
-        return counting
+def strategy_text(name: str) -> str:
+    """Of an arm that has a strategy: ``hsdp: Mean()`` has Mean()."""
+    return name.removeprefix(f"{HSDP}:").strip()
 
 
 def check_arm(name: str) -> Strategy | None:
     """Refuse the name of an arm that cannot be run; its strategy, if it has one."""
-    if name == DDP:
-        return None
-    if match := _TORCH.fullmatch(name):
-        if match[1] not in TORCH_HOOKS:
-            known = ", ".join(f"torch.{hook}" for hook in TORCH_HOOKS)
-            raise InvalidValue(f"arm {name!r} is not known; torch's hooks are {known}")
+    if name in (DDP, HSDP) or torch_hook(name):
         return None
     try:
-        return parse(name)
+        return parse(strategy_text(name))
     except GradlaneError as error:
         raise InvalidValue(f"arm {name!r}: {error}; or use ddp, torch.fp16, ...") from None
 
@@ -116,35 +94,8 @@ def check_arm(name: str) -> Strategy | None:
 def described(name: str) -> str | None:
     """An arm's strategy with all options written out, for records: defaults may change.
 
-    None for DDP alone, for torch's hooks, and for a name that cannot be parsed."""
+    None for DDP and HSDP alone, for torch's hooks, and for a name that cannot be parsed."""
     try:
-        return describe(parse(name))
+        return describe(parse(strategy_text(name)))
     except InvalidValue:
         return None
-
-
-def _register(ddp: DistributedDataParallel, hook: str, rank: int) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import (
-        debugging_hooks,
-        default_hooks,
-        powerSGD_hook,
-        quantization_hooks,
-    )
-
-    plain: dict[str, Callable[..., Any]] = {
-        "allreduce": default_hooks.allreduce_hook,
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "noop": debugging_hooks.noop_hook,
-    }
-    if hook in plain:
-        ddp.register_comm_hook(None, plain[hook])
-    elif hook.startswith("quantize"):
-        quantize = getattr(quantization_hooks, f"quantization_{hook.removeprefix('quantize_')}_hook")
-        ddp.register_comm_hook(dist.group.WORLD, quantize)
-    else:
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=2
-        )  # the first step it allows
-        call = powerSGD_hook.powerSGD_hook if hook == "powersgd" else powerSGD_hook.batched_powerSGD_hook
-        ddp.register_comm_hook(state, call)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.strategy import Strategy
 from ..errors import InvalidValue
-from .arms import COMPUTE, DDP, check_arm
+from .arms import COMPUTE, DDP, check_arm, is_hsdp
+from .hsdp import check_hsdp, has_hierarchical
 from .link import Link
-
-MOST_RANKS = 64
+from .nodes import MOST_RANKS, Nodes
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class BenchPlan:
     budget_s: float = 900.0
     timeout_s: float | None = None
     """For one step of one arm."""
+    nodes: Nodes | None = None
+    """In place of ``ranks``: nodes of several ranks. None: each rank has its own host."""
 
     def __post_init__(self) -> None:
         for arm in self.arms:
-            check_arm(arm)
+            self._check(arm, check_arm(arm))
         for ranks in self.ranks:
             if not 2 <= ranks <= MOST_RANKS:
                 raise InvalidValue(f"ranks={ranks} cannot be compared; use 2 to {MOST_RANKS}")
@@ -42,15 +45,29 @@ class BenchPlan:
             if value is not None and not value > 0:
                 raise InvalidValue(f"{name}={value:g} is not above 0")
 
+    def _check(self, arm: str, strategy: Strategy | None) -> None:
+        if is_hsdp(arm):
+            check_hsdp(arm, strategy, self.nodes)
+        elif self.nodes is None and strategy is not None and has_hierarchical(strategy):
+            raise InvalidValue(
+                f"arm {arm!r} is for nodes of several ranks, and each rank has its own host here; "
+                "add --nodes 2 --per-node 2"
+            )
+
     @property
     def all_arms(self) -> tuple[str, ...]:
         """With DDP, the baseline of all speed-ups, and ``Noop()``, which shows the time of compute alone."""
         return tuple(dict.fromkeys((DDP, COMPUTE, *self.arms)))
 
     @property
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks to measure with."""
+        return tuple(self.ranks) if self.nodes is None else (self.nodes.ranks,)
+
+    @property
     def settings(self) -> int:
         """How many combinations of link and number of ranks there are."""
-        return len(self.links) * len(self.ranks)
+        return len(self.links) * len(self.worlds)
 
     @property
     def total_steps(self) -> int:

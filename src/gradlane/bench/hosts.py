@@ -15,6 +15,7 @@ class Hosts:
     link: Link  # the link that is really between the ranks
     emulated: bool
     note: str  # why it differs from the requested link
+    per_host: int = 1  # ranks that share a host, and its interface
     prepare: Callable[[int], None] | None = None
     """Moves the process of a rank to its host."""
 
@@ -24,15 +25,16 @@ class Hosts:
 
 
 @contextmanager
-def hosts_for(ranks: int, link: Link) -> Iterator[Hosts]:
-    """One host for each rank. Where that is impossible: loopback, unshaped, with a note that says so."""
+def hosts_for(ranks: int, link: Link, per_host: int = 1) -> Iterator[Hosts]:
+    """Hosts of ``per_host`` successive ranks. Where that is impossible: loopback, unshaped, with a note that
+    says so."""
     if (reason := why_not()) is not None:
         note = (
             ""
             if link.rate_bits is None
             else f"{link.name} is not emulated: {reason}; the ranks use loopback, unshaped"
         )
-        yield Hosts(Link("none", None), False, note)
+        yield Hosts(Link("none", None), False, note, ranks)
         return
-    with EmulatedNetwork(ranks, link) as network:
-        yield Hosts(link, True, "", network.enter)
+    with EmulatedNetwork(ranks // per_host, link) as network:
+        yield Hosts(link, True, "", per_host, lambda rank: network.enter(rank // per_host))

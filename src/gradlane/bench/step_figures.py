@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from ..core.events import Event
-from .bench_rank import Sample
+from .hosts import Hosts
 from .link import Link, framed_bytes
+from .nodes import Nodes
+from .sample import Sample, Step
+from .step_timeline import phases_of, timeline_of
 
-Step = Sequence[Sample]  # one for each rank
-PHASES = ("encode", "queued", "collective", "decode")
 NO_FIGURES: dict[str, Any] = dict.fromkeys(
     (
         "median_s",
@@ -19,9 +19,11 @@ NO_FIGURES: dict[str, Any] = dict.fromkeys(
         "cpu_s",
         "exposed_s",
         "ledger_bytes",
+        "uplink_bytes",
         "framed_bytes",
         "interface_bytes",
         "speedup",
+        "speedup_hsdp",
         "limit_s",
         "of_limit",
         "ratio",
@@ -36,17 +38,15 @@ def wall(step: Step) -> float:
     return max(sample.end for sample in step) - min(sample.start for sample in step)
 
 
-def figures_of(steps: Sequence[Step], emulated: bool) -> dict[str, Any]:
+def figures_of(steps: Sequence[Step], hosts: Hosts, nodes: Nodes | None) -> dict[str, Any]:
     """The figures of one arm, without comparison."""
     if not steps:
         return {"steps": 0, "steps_s": [], **NO_FIGURES}
     seconds = [wall(step) for step in steps]
     ledger = _mean(steps, lambda sample: sample.ledger_bytes)
-    counted = None
-    if all(sample.interface_bytes is not None for step in steps for sample in step):
-        counted = _mean(steps, lambda sample: sample.interface_bytes or 0)
-        if not emulated:
-            counted /= len(steps[0])  # all ranks share the loopback interface
+    uplink = None if nodes is None else _mean(steps, lambda sample: sample.uplink_bytes)
+    counted = _counted(steps, hosts)
+    on_interface = uplink if uplink is not None and hosts.emulated else ledger
     typical = min(steps, key=lambda step: abs(wall(step) - median(seconds)))
     recorded = any(sample.events for step in steps for sample in step)
     return {
@@ -57,67 +57,53 @@ def figures_of(steps: Sequence[Step], emulated: bool) -> dict[str, Any]:
         "cpu_s": median(fmean(sample.cpu for sample in step) for step in steps),
         "exposed_s": median(max(sample.end - sample.computed for sample in step) for step in steps),
         "ledger_bytes": round(ledger),
-        "framed_bytes": round(framed_bytes(ledger)),
+        "uplink_bytes": None if uplink is None else round(uplink),
+        "framed_bytes": round(framed_bytes(on_interface)),
         "interface_bytes": None if counted is None else round(counted),
         "steps_s": [round(value, 6) for value in seconds],
-        "phases": _phases(steps) if recorded else None,
-        "timeline": [_timeline(rank, sample, typical) for rank, sample in enumerate(typical)]
-        if recorded
-        else None,
+        "phases": phases_of(steps) if recorded else None,
+        "timeline": timeline_of(typical) if recorded else None,
     }
 
 
 def compared(
-    row: dict[str, Any], link: Link, base: dict[str, Any] | None, compute: dict[str, Any] | None
+    row: dict[str, Any],
+    link: Link,
+    base: dict[str, Any],
+    compute: dict[str, Any],
+    hsdp: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Add the comparison with DDP without a hook, and with the least time that compute and link allow."""
+    """Add the comparison with DDP without a hook, with the least time that compute and link allow, and for
+    arms on HSDP with ``hsdp``, which is torch's own."""
     median_s = row["median_s"]
     if median_s is None:
         return row
-    if base is not None and base["median_s"] is not None:
+    if base["median_s"] is not None:
         row["speedup"] = base["median_s"] / median_s
         row["ratio"] = base["ledger_bytes"] / row["ledger_bytes"] if row["ledger_bytes"] else None
-    if compute is not None and compute["median_s"] is not None:
-        row["limit_s"] = max(compute["median_s"], link.seconds(row["ledger_bytes"]))
+    if hsdp is not None and hsdp["median_s"] is not None:
+        row["speedup_hsdp"] = hsdp["median_s"] / median_s
+    if compute["median_s"] is not None:
+        on_link = row["ledger_bytes"] if row["uplink_bytes"] is None else row["uplink_bytes"]
+        row["limit_s"] = max(compute["median_s"], link.seconds(on_link))
         row["of_limit"] = row["limit_s"] / median_s
     return row
 
 
+def _counted(steps: Sequence[Step], hosts: Hosts) -> float | None:
+    """Bytes that an emulated host sent in a step, by its interface. On loopback, which all ranks share, those
+    of a rank."""
+    sums = []
+    for step in steps:
+        for first in range(0, len(step), hosts.per_host):
+            here = step[first : first + hosts.per_host]
+            counters = [sample.counter for sample in here if sample.counter is not None]
+            if len(counters) < len(here):
+                return None
+            before, after = min(before for before, _ in counters), max(after for _, after in counters)
+            sums.append((after - before) / here[0].period)
+    return fmean(sums) if hosts.emulated else fmean(sums) / hosts.per_host
+
+
 def _mean(steps: Sequence[Step], figure: Callable[[Sample], float]) -> float:
     return fmean(figure(sample) for step in steps for sample in step)
-
-
-def _phases(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds per step and rank in each phase."""
-    count = sum(len(step) for step in steps)
-    totals = dict.fromkeys(PHASES, 0.0)
-    for step in steps:
-        for sample in step:
-            for event in sample.events:
-                for phase in PHASES:
-                    totals[phase] += getattr(event.timing, phase)
-    return {f"{phase}_s": total / count for phase, total in totals.items()}
-
-
-def _timeline(rank: int, sample: Sample, step: Step) -> dict[str, Any]:
-    start = min(other.start for other in step)
-    return {
-        "rank": rank,
-        "step": sample.events[0].step if sample.events else 0,
-        "backward_s": round(sample.computed - start, 6),
-        "end_s": round(sample.end - start, 6),
-        "requests": [_request(event, start) for event in sample.events],
-    }
-
-
-def _request(event: Event, start: float) -> dict[str, Any]:
-    assert event.timing is not None
-    parts = {f"{phase}_s": round(getattr(event.timing, phase), 6) for phase in PHASES}
-    return {
-        "bucket": event.bucket,
-        "phase": event.phase,
-        "kind": event.kind,
-        "payload_bytes": event.payload_bytes,
-        "start_s": round(event.timing.began - start, 6),
-        **parts,
-    }

@@ -17,7 +17,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "action": "append",
         "metavar": "ARM",
         "help": "ddp, a strategy as text, or torch.NAME: allreduce, fp16, bf16, noop, powersgd, "
-        "batched_powersgd, quantize_pertensor, quantize_perchannel (powersgd(4) has rank 4); "
+        "batched_powersgd, quantize_pertensor, quantize_perchannel (powersgd(4) has rank 4); with --nodes "
+        "also hsdp, or 'hsdp: STRATEGY'; "
         "repeat for more. ddp and Noop(), which is compute alone, are always included",
     },
     "--link": {
@@ -32,6 +33,16 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "number of processes, each on its own emulated host; repeat for more (default 2)",
     },
+    "--nodes": {
+        "type": int,
+        "metavar": "N",
+        "help": "in place of --ranks: this many emulated hosts of several ranks each. --link is between them",
+    },
+    "--per-node": {
+        "type": int,
+        "metavar": "G",
+        "help": "ranks of each node, which share its link and know their node (ranks_per_node)",
+    },
     "--model": {
         "default": "mlp9m",
         "help": "mlp9m, resnet18, gpt-small, or your own module:function that returns (model, batch), "
@@ -40,7 +51,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--bucket-mb": {
         "type": float,
         "metavar": "MB",
-        "help": "DDP's bucket_cap_mb (default: DDP's default, 1 for the first bucket and 25 for the others)",
+        "help": "DDP's bucket_cap_mb (default: DDP's default, 1 for the first bucket and 25 for the others); "
+        "hsdp has none",
     },
     "--steps": {"type": int, "default": 20, "help": "measured steps of each arm (default 20)"},
     "--warmup": {"type": int, "default": 4, "help": "steps before the measured ones (default 4)"},
@@ -74,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.bench_arms import bench_arms
     from ..bench.bench_plan import BenchPlan
     from ..bench.link import parse_link
+    from ..bench.nodes import nodes_from
     from ..bench.record import check_writable, write_json
     from ..report.write import write_record_page
     from .bench_table import print_record, progress_bar
@@ -88,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
         warmup=options.warmup,
         budget_s=options.budget,
         timeout_s=options.timeout,
+        nodes=nodes_from(options.nodes, options.per_node, options.ranks),
     )
     check_writable(options.json)
     check_writable(options.page)

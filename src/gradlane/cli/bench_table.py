@@ -13,23 +13,38 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..bench.bench_arms import StepProgress
+from ..bench.bench_setting import StepProgress
 
-COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+COLUMNS: tuple[Column, ...] = (
     ("median\nms", lambda row: _ms(row["median_s"])),
     ("min\nms", lambda row: _ms(row["min_s"])),
     ("CPU\nms", lambda row: _ms(row["cpu_s"])),
     ("exposed\nms", lambda row: _ms(row["exposed_s"])),
     ("ledger\nMB", lambda row: _mb(row["ledger_bytes"])),
     ("interface\nMB", lambda row: _mb(row["interface_bytes"])),
-    ("speed-up\nx ddp", lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}"),
-    ("of\nlimit", lambda row: "-" if row["of_limit"] is None else f"{row['of_limit']:.2f}"),
+    ("speed-up\nx ddp", lambda row: _times(row["speedup"])),
+    ("of\nlimit", lambda row: _times(row["of_limit"])),
 )
+ACROSS: Column = ("across\nMB", lambda row: _mb(row["uplink_bytes"]))
+COUNTED: Column = ("inter-\nface MB", lambda row: _mb(row["interface_bytes"]))
+OVER_HSDP: Column = ("\nx hsdp", lambda row: _times(row["speedup_hsdp"]))
 LEGEND = """\
 median, min: one step, from the first rank's start to the last rank's end   CPU: time of one rank
 exposed: communication time after backward's compute   speed-up: over ddp without a hook
 ledger: bytes that one rank sends in a step   interface: the same, counted there with all headers
 of limit: the larger of compute (Noop) and the ledger's bytes at the link's rate, over the median"""
+LEGEND_OF_NODES = """\
+median: one step, from the first rank's start to the last rank's end   CPU: time of one rank
+exposed: communication time after backward's compute; not known for hsdp, which communicates inside it
+across: bytes that all ranks of a node send to other nodes in a step
+interface: {interface}
+speed-up: over ddp without a hook, and over torch's own hsdp
+of limit: the larger of compute (Noop) and the bytes across at the link's rate, over the median"""
+INTERFACE_OF = {
+    "node": "the same, counted at the node with all headers",
+    "rank": "all bytes that one rank sends, also within its node, counted on loopback with all headers",
+}
 
 
 @contextmanager
@@ -54,18 +69,18 @@ def progress_bar(total: int) -> Iterator[Callable[[StepProgress], None]]:
 def print_record(record: dict[str, Any]) -> None:
     console = Console(soft_wrap=True)
     settings = record["settings"]
-    for (link, rate, ranks), group in groupby(
+    for (link, rate, _), group in groupby(
         record["results"], key=lambda row: (row["link"], row["rate_bits"], row["ranks"])
     ):
         rows = list(group)
         between = link if rate else f"{link}, unshaped"
-        console.print(_table(f"{settings['model']}, {ranks} ranks, {between}", rows))
+        console.print(_table(f"{settings['model']}, {_ranks(rows[0])}, {between}", rows))
         if rows[0]["note"]:
             console.print(escape(rows[0]["note"]))
         for row in rows:
             if row["detail"]:
                 console.print(escape(f"{row['arm']}: {row['status']}: {row['detail']}"), highlight=False)
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(_legend(record["results"]), style="dim", highlight=False)
     if record["ended"] == "budget":
         console.print(f"The time budget of {settings['budget_s']:g} s ended the run; --budget sets it.")
     elif record["ended"] == "interrupted":
@@ -76,13 +91,39 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("arm", overflow="fold", min_width=12)
-    for heading, _ in COLUMNS:
+    columns = _columns(rows)
+    for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         failed = row["status"] in ("crashed", "hung")
-        cells = [row["status"]] + [""] * (len(COLUMNS) - 1) if failed else [show(row) for _, show in COLUMNS]
+        cells = [row["status"]] + [""] * (len(columns) - 1) if failed else [show(row) for _, show in columns]
         table.add_row(escape(row["arm"]), *cells)
     return table
+
+
+def _columns(rows: list[dict[str, Any]]) -> tuple[Column, ...]:
+    """Those that fit 80 characters; the JSON file has all figures."""
+    if rows[0]["nodes"] is None:
+        return COLUMNS
+    middle, _, cpu, exposed, _, _, speedup, limit = COLUMNS
+    over_hsdp = (OVER_HSDP,) if any(row["speedup_hsdp"] is not None for row in rows) else ()
+    return (middle, cpu, exposed, ACROSS, COUNTED, speedup, *over_hsdp, limit)
+
+
+def _legend(rows: list[dict[str, Any]]) -> str:
+    if rows[0]["nodes"] is None:
+        return LEGEND
+    return LEGEND_OF_NODES.format(interface=INTERFACE_OF[rows[0]["interface_of"]])
+
+
+def _ranks(row: dict[str, Any]) -> str:
+    if row["nodes"] is None:
+        return f"{row['ranks']} ranks"
+    return f"{row['nodes']} nodes of {row['per_node']} rank{'s' if row['per_node'] > 1 else ''}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

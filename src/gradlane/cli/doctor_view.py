@@ -63,13 +63,14 @@ def _estimates(report: Report, rate: str | None) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("strategy", overflow="fold", min_width=12)
-    for heading in ("MB", "sending", "work", "together", "speed-up"):
+    size = "MB" if report.link is None or report.link.ranks_per_host == 1 else "MB a host"
+    for heading in (size, "sending", "work", "together", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     plain = report.estimates[0].seconds
     for row in report.estimates:
         table.add_row(
             escape(row.strategy),
-            f"{row.wire_bytes / 1e6:.1f}",
+            f"{row.uplink_bytes / 1e6:.1f}",
             *(_time(seconds) for seconds in (row.sending_s, row.work_s, row.seconds)),
             f"{plain / row.seconds:.2f}",
             style="" if plain / row.seconds >= WORTH or row is report.estimates[0] else "dim",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..core.uplink import uplink_of
 from ..errors import InvalidValue
 from ..simulate.dryrun import dry_run
 from .measure_link import WIDTH, MeasuredLink
@@ -28,6 +29,9 @@ class Estimate:
 
     strategy: str
     wire_bytes: int
+    """Of one rank."""
+    uplink_bytes: int
+    """On the link: of one rank, or of all ranks of a host that share it."""
     collectives: int
     sending_s: float
     work_s: float
@@ -40,16 +44,18 @@ class Estimate:
 def estimates(parameters: int, link: MeasuredLink) -> list[Estimate]:
     """For a model of square matrices, in buckets of 25 MB.
 
-    Sending and work overlap neither with backward nor with each other. The effect on training is not counted.
+    Between hosts of several ranks, the link carries what all ranks of a host send to the others. Sending and
+    work overlap neither with backward nor with each other. The effect on training is not counted.
     """
     return [_estimate(strategy, parameters, link) for strategy in STRATEGIES]
 
 
 def _estimate(strategy: str, parameters: int, link: MeasuredLink) -> Estimate:
     cost = dry_run(strategy, _shapes(parameters), link.ranks, bucket_bytes=BUCKET)
-    sending = cost.wire_bytes / link.bytes_per_s + cost.collectives * link.latency_s
+    on_link = sum(uplink_of(event, link.ranks, link.ranks_per_host) for event in cost.events)
+    sending = on_link / link.bytes_per_s + cost.collectives * link.latency_s
     work = parameters * link.work_s[strategy]
-    return Estimate(strategy, cost.wire_bytes, cost.collectives, sending, work)
+    return Estimate(strategy, cost.wire_bytes, on_link, cost.collectives, sending, work)
 
 
 def _shapes(parameters: int) -> dict[str, tuple[int, ...]]:

@@ -20,6 +20,7 @@ from ..lane.open import store_of
 from ..teardown import shutdown
 from .finding import Finding
 from .measure_link import TIMEOUT, TOGETHER, MeasuredLink, measure
+from .shared_link import check_shared_link, ranks_per_host
 
 MEET = 60.0  # seconds for all ranks of a job to arrive
 
@@ -52,12 +53,14 @@ def check_job(check_here: CheckHere, strategies: Sequence[str]) -> Examined:
     own = [dataclasses.asdict(finding) for finding in check_here(hosts.count(host), count)]
     _, notes = board.agree("findings", {"findings": own}, doing="doctor")
     findings = merged([[Finding(**each) for each in note["findings"]] for note in notes], hosts)
+    findings += check_shared_link(hosts)
     where = f"{world} rank{'s' if world > 1 else ''} on {count} host{'s' if count > 1 else ''}"
     unreachable = any(finding.level == "broken" and finding.topic == "interface" for finding in findings)
     if world == 1 or unreachable:  # there is no link, or they would only wait for each other
         return Examined(where, rank, findings, None)
     try:
-        return Examined(where, rank, findings, _measured(board.store("group"), rank, world, strategies))
+        link = _measured(board.store("group"), rank, world, strategies)
+        return Examined(where, rank, findings, replace(link, ranks_per_host=ranks_per_host(hosts)))
     except (RuntimeError, GradlaneError) as error:
         return Examined(where, rank, [*findings, cannot_connect(error)], None)
 

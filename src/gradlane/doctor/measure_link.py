@@ -44,6 +44,8 @@ class MeasuredLink:
     largest_bytes: int
     work_s: dict[str, float] = field(default_factory=dict)
     """CPU time of this machine per element, by strategy."""
+    ranks_per_host: int = 1
+    """Ranks that share the link of a host; 1 if all are on one host."""
 
 
 @dataclass

@@ -42,16 +42,16 @@ class BenchSection:
 
 
 def bench_section(bench: Bench, arms: Mapping[str, ArmStyle]) -> BenchSection:
-    grouped: dict[tuple[str, int], list[BenchResult]] = {}
+    grouped: dict[tuple[str, str], list[BenchResult]] = {}
     for result in bench.results:
-        grouped.setdefault((result.link, result.ranks), []).append(result)
+        grouped.setdefault((result.link, _ranks(result)), []).append(result)
     groups = [_group(results, arms) for results in grouped.values()]
     overview = _overview(grouped, arms) if len(groups) > 1 else None
     return BenchSection(overview, groups)
 
 
 def _overview(
-    grouped: Mapping[tuple[str, int], Sequence[BenchResult]], arms: Mapping[str, ArmStyle]
+    grouped: Mapping[tuple[str, str], Sequence[BenchResult]], arms: Mapping[str, ArmStyle]
 ) -> Table:
     found = {
         (result.arm, key): times(result.speedup) if result.status not in FAILED else result.status
@@ -60,10 +60,10 @@ def _overview(
     }
     names = dict.fromkeys(name for name, _ in found)
     counts = {ranks for _, ranks in grouped}
-    one = f", {_ranks(*counts)}" if len(counts) == 1 else ""
+    one = f", {next(iter(counts))}" if len(counts) == 1 else ""
     return Table(
         caption=f"Speed-up over DDP without a hook{one}",
-        headings=[link if one else f"{link}, {_ranks(ranks)}" for link, ranks in grouped],
+        headings=[link if one else f"{link}, {ranks}" for link, ranks in grouped],
         rows=[
             Row(arms[name], "", "", [found.get((name, key), times(None)) for key in grouped])
             for name in names
@@ -76,7 +76,7 @@ def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Grou
     drawable = [result for result in results if result.status not in FAILED]
     idle = next((result.speedup for result in drawable if result.arm == IDLE), None)
     return Group(
-        heading=f"{first.link}, {_ranks(first.ranks)}",
+        heading=f"{first.link}, {_ranks(first)}",
         where=first.where,
         note="\n".join(dict.fromkeys(result.note for result in results if result.note)),
         table=_table(results, arms),
@@ -87,8 +87,14 @@ def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Grou
     )
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _ranks(result: BenchResult) -> str:
+    if not result.nodes:
+        return _counted(result.ranks)
+    return f"{result.nodes} nodes of {_counted(result.ranks // result.nodes)}"
+
+
+def _counted(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _table(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Table:
@@ -103,19 +109,26 @@ def _table(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Tabl
         unit, texts = seconds_column(getattr(result, key) for result in results)
         headings.append(f"{heading}, {unit}")
         columns.append(texts)
-    for heading, key, form in (
-        ("sent, ledger", "ledger_bytes", byte_size),
-        ("sent, interface", "interface_bytes", byte_size),
-        ("speed-up", "speedup", times),
-        ("of the limit", "of_limit", share),
+    of_nodes = bool(results[0].nodes)
+    at_node = results[0].interface_of == "node"
+    over_hsdp = any(result.speedup_hsdp is not None for result in results)
+    for heading, key, form, shown in (
+        ("sent, ledger", "ledger_bytes", byte_size, True),
+        ("a node across", "uplink_bytes", byte_size, of_nodes),
+        (f"{'a node' if at_node else 'sent'}, interface", "interface_bytes", byte_size, True),
+        ("speed-up", "speedup", times, True),
+        ("over hsdp", "speedup_hsdp", times, over_hsdp),
+        ("of the limit", "of_limit", share, True),
     ):
+        if not shown:
+            continue
         headings.append(heading)
         columns.append([form(getattr(result, key)) for result in results])
     rows = [
         status_row(arms[result.arm], result.status, result.detail, cells)
         for result, cells in zip(results, zip(*columns, strict=True), strict=True)
     ]
-    return Table(f"One step on {results[0].link}, {_ranks(results[0].ranks)}", headings, rows)
+    return Table(f"One step on {results[0].link}, {_ranks(results[0])}", headings, rows)
 
 
 def _speedups(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> list[bars.DrawnBar]:

@@ -73,6 +73,8 @@ class BenchResult(OnLink, frozen=True, kw_only=True):
 
     link: str
     ranks: int
+    nodes: int | None = None
+    interface_of: str = "rank"
     arm: str
     status: str
     detail: str = ""
@@ -81,8 +83,10 @@ class BenchResult(OnLink, frozen=True, kw_only=True):
     cpu_s: Figure = None
     exposed_s: Figure = None
     ledger_bytes: Figure = None
+    uplink_bytes: Figure = None
     interface_bytes: Figure = None
     speedup: Figure = None
+    speedup_hsdp: Figure = None
     of_limit: Figure = None
     phases: Phases | None = None
     timeline: tuple[RankStep, ...] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..bench.arms import DDP, check_arm
+from ..bench.arms import DDP, check_arm, is_hsdp
 from ..bench.emulation import MOST_HOSTS
 from ..bench.link import Link
 from ..errors import InvalidValue
@@ -64,6 +64,8 @@ class TrainPlan:
                 f"budget={self.budget:g} is not a time to train; use seconds, above 0 to {LONGEST:g}"
             )
         for arm in self.arms:
+            if is_hsdp(arm):
+                raise InvalidValue(f"arm {arm!r} is for gradlane bench --nodes; gradlane train has DDP only")
             check_arm(arm)
 
     def _check_rates(self) -> None:
