@@ -19,6 +19,7 @@ from .session.base import Session
 from .session.freezing import Freezing
 from .session.frozen_moments import freeze_now
 from .session.moments_agreement import check_optimizer
+from .session.sharded import ShardedAttachment
 from .strategies.as_strategy import as_strategy
 from .strategies.checks import refuse_memory_in_warm_up
 from .strategies.schedule import After
@@ -75,6 +76,11 @@ def freeze_moments(
         raise WrongType(
             f"got a {type(attachment).__name__} as attachment; pass what attach or attach_without_ddp "
             "returned"
+        )
+    if isinstance(attachment, ShardedAttachment):
+        raise WrongType(
+            "freeze_moments needs a full copy of the model on each rank, and FSDP2 has shards; train with "
+            "DistributedDataParallel"
         )
     if attachment.gives != "gradients":
         raise WrongType(

@@ -300,6 +300,18 @@ def test_swap_takes_what_attach_takes():
     assert run_ranks(swapped, 4) == [(name, True)] * 4
 
 
+def frozen(rank):
+    model = sharded((2, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with gl.attach(model, "Mean()", timeout=20) as attachment, pytest.raises(gl.WrongType, match="full copy"):
+        gl.freeze_moments(optimizer, attachment, after=3)
+    return True
+
+
+def test_moments_of_shards_are_not_frozen():
+    assert run_ranks(frozen, 4) == [True] * 4
+
+
 def two_hops(rank, text):
     model = sharded((4,))
     events = []
