@@ -11,6 +11,8 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradlane as gl
+from gradlane.lane import open as lane_open
+from gradlane.lane.stream import StreamLane
 from gradlane.local import run_ranks
 
 from ..support.catalogue import STRATEGIES, ClippedMean
@@ -480,3 +482,41 @@ def test_a_sum_over_the_step_is_one_over_the_shards_too(monkeypatch):
     assert run_ranks(whole_norm, 4, "Mean()")[0] > 0.02
     for norm in run_ranks(whole_norm, 4, ClippedMean(0.01)):
         assert 0.003 < norm <= 0.01 + 1e-6
+
+
+def on_streams(rank, shape, copies, text):
+    """The lane for NCCL, on the groups of the mesh, which are Gloo's here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_open, "HOST_BACKENDS", ())
+        patch.setattr(lane_open, "STREAM_BACKENDS", ("gloo",))
+        model = sharded(shape, copies=copies)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attachment = gl.attach(model, text)
+        assert type(attachment._step.lane) is StreamLane
+        for step in range(4):
+            optimizer.zero_grad()
+            plain(model, rank, step)
+            optimizer.step()
+        attachment.close()
+        return shards(model), replicas_equal(model, shape, copies)
+
+
+@pytest.mark.parametrize(("shape", "copies"), [((2, 2), False), ((2,), True), ((2,), False)], ids=str)
+def test_the_lane_for_nccl_uses_the_groups_of_the_mesh(shape, copies):
+    ranks = 4 if len(shape) == 2 else 2
+    ours = run_ranks(on_streams, ranks, shape, copies, "Mean()")
+    for (mine, equal), theirs in zip(ours, run_ranks(without, ranks, shape, copies), strict=True):
+        assert equal
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    lossy = "Sharded(Int8())" if len(shape) == 1 and not copies else INT4
+    assert all(equal for _, equal in run_ranks(on_streams, ranks, shape, copies, lossy))
+
+
+def without(rank, shape, copies):
+    model = sharded(shape, copies=copies)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    return shards(model)
