@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from pathlib import Path
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +34,7 @@ from ..strategies.ledgers import follow
 from ..strategies.route import warn_of_unmatched
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
-from ..torch_internals import current_backward
+from .checkpoints import Checkpoints
 from .opening import objection_to, open_for, refuse_missing_groups
 from .registry import register, unregister
 from .state import SessionState
@@ -51,7 +48,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Session(ABC):
+class Session(Checkpoints):
     """From the moment the ranks have agreed until ``close``; also a context manager that closes.
 
     It keeps no model alive. If the model is collected and nobody has closed, the session's thread and its
@@ -220,44 +217,6 @@ class Session(ABC):
         ``comm/step/bytes_wire``, ... of the last complete step."""
         return self._ledger.metrics()
 
-    def save(self, path: str | os.PathLike[str], *, timeout: float | timedelta | None = None) -> None:
-        """Write a checkpoint: a folder with one file per rank. Call it on every rank, between the same steps.
-
-        It holds the step and the memory of the strategy; model and optimizer are yours to save. A crash at
-        any point leaves the old checkpoint in that folder, or the new one. If a rank cannot write, all ranks
-        raise ``NotSaved``. See docs/checkpoints.md. It also works after ``close``, as long as the process
-        group has its store.
-
-        The ranks wait for each other, for ``timeout`` seconds if that differs from the timeout in training:
-        a rank may still be saving the model.
-        """
-        self._must_be_between_steps("save")
-        self._state.save(self.strategy, Path(path), timeout, self._next_layout)
-
-    def load(
-        self, path: str | os.PathLike[str], strict: bool = True, *, timeout: float | timedelta | None = None
-    ) -> None:
-        """Continue where ``save`` was called, with any number of ranks. Call it on every rank.
-
-        Each rank checks everything it reads before anything changes; if one rank refuses, all do, and name
-        it. Another strategy or another model is refused, unless ``strict`` is False: then everything that
-        fits by name and shape is loaded, and the log lists the remainder. ``timeout`` is as for ``save``.
-        """
-        self._must_be_open()
-        self._state.load(self.strategy, Path(path), strict, timeout)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step and this rank's memory: tensors, numbers and strings only. Each rank has its own."""
-        if current_backward() is not None:  # a step whose backward stopped is ended instead
-            self._must_be_between_steps("state_dict")
-        return self._state.state_dict(self.strategy)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, on the same rank of as many ranks; the state of another
-        strategy is refused. ``load`` can do more."""
-        self._must_be_open()
-        self._state.load_state_dict(self.strategy, state)
-
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
         """``with attachment.agreed(): evaluate(model)``: the model has the weights that all ranks agreed on.
@@ -325,14 +284,6 @@ class Session(ABC):
 
     def _parameter_names(self) -> list[str]:
         return [parameter.name for parameter in self._parameters]
-
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise WrongState(f"this attachment is closed; {self.reopen}")
-
-    def _must_be_between_steps(self, doing: str) -> None:
-        if self._step.state is State.BEGUN:
-            raise WrongState(f"{doing} in the middle of a step; call it between two steps")
 
 
 def weakly(method: Callable[P, T], default: T) -> Callable[P, T]:
