@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -520,3 +521,67 @@ def without(rank, shape, copies):
         plain(model, rank, step)
         optimizer.step()
     return shards(model)
+
+
+@dataclass
+class Counted(gl.Strategy):
+    """Adds up what a strategy was given and what it answered."""
+
+    inner: gl.Strategy
+    sums: gl.Memory = field(init=False, default_factory=lambda: gl.Memory(torch.float64, any_shape=True))
+
+    async def reduce(self, bucket):
+        self._add("given", bucket)
+        reduced = await self.inner.reduce(bucket)
+        self._add("arrived", bucket.with_flat(reduced.mean))
+        return reduced
+
+    def _add(self, what, bucket):
+        for name, tensor in bucket.named().items():
+            key = f"{what} {name}"
+            before = self.sums.get(key)
+            self.sums.put(key, tensor.double() if before is None else before + tensor.double())
+
+
+CONSERVING = {
+    "int4": "ErrorFeedback(Sharded(Int4(block=32)))",
+    "top-k": "ErrorFeedback(Gathered(TopK(0.1)))",
+    "sign": "ErrorFeedback(Sharded(Sign(block=32), answer=Int2(block=32)))",
+    "powersgd": "ErrorFeedback(PowerSGD(1, min_compression_rate=1))",
+}
+
+
+def counted(rank, shape, texts, steps):
+    """By strategy: what each parameter's shard was given in all, what arrived, and the residual."""
+    found = {}
+    for name, text in texts.items():
+        model = sharded(shape)
+        with gl.attach(model, Counted(gl.parse(text)), timeout=20) as attachment:
+            for step in range(steps):
+                model.zero_grad()
+                plain(model, rank, step)
+            strategy = attachment.strategy.cross
+            sums = strategy.sums.state_dict()
+            kept = strategy.inner.memory.state_dict()
+        given = {key.removeprefix("given "): value for key, value in sums.items() if key.startswith("given ")}
+        found[name] = {
+            key: (value, sums[f"arrived {key}"], kept[key].double()) for key, value in given.items()
+        }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps"), [((2, 2), 30), ((3, 1), 30), pytest.param((4, 2), 100, marks=pytest.mark.slow)]
+)
+def test_what_arrived_and_what_is_kept_is_what_was_given(shape, steps):
+    everyone = run_ranks(counted, shape[0] * shape[1], shape, CONSERVING, steps, deadline=250)
+    for name in CONSERVING:
+        for column in range(shape[1]):
+            replicas = [everyone[rank][name] for rank in range(column, shape[0] * shape[1], shape[1])]
+            for key in replicas[0]:
+                given = sum(replica[key][0] for replica in replicas)
+                kept = sum(replica[key][2] for replica in replicas)
+                arrived = shape[0] * replicas[0][key][1]
+                scale = max(given.abs().max().item(), 1e-6) if given.numel() else 1.0
+                torch.testing.assert_close(arrived + kept, given, rtol=0, atol=1e-4 * scale)
+                assert name != "int4" or kept.abs().sum() <= 0.5 * given.abs().sum()
