@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ..core.bucket import Bucket, Layout, Slot
 from ..core.collectives import Kind, Scope, StepSum
@@ -100,6 +101,7 @@ class FsdpFeed:
         self._tensor_parallel = tensor_parallel
         self._count = 0  # buckets of this step so far
         self._seen: set[int] = set()  # groups of this step so far
+        self._late: list[Future[Tensor]] = []  # answers of this step that are filled in later
         self._ended_by: int | None = None  # the backward that will end the step
         self._error: Exception | None = None  # of this rank, before the step began
 
@@ -138,7 +140,9 @@ class FsdpFeed:
             dense_bytes=wire_bytes(kind, given.numel() * given.element_size(), self._peers),
         )
         self._count += 1
-        if not late:  # FSDP is about to cast, add or move the answer
+        if late:
+            self._late.append(answer)
+        else:  # FSDP is about to cast, add or move the answer
             with span("wait for the lane"):
                 answer.wait()
 
@@ -151,6 +155,7 @@ class FsdpFeed:
         if backward != self._ended_by and (ended or self.step.state is not State.BEGUN):
             self._ended_by, self._error, self._count = backward, None, 0
             self._seen.clear()
+            self._late.clear()
             call_after_backward(self._backward_ended)
             try:
                 self.step.begin(self._strategy())
@@ -171,6 +176,9 @@ class FsdpFeed:
         self.step.submit(Noop(), nothing, Layout(()), index=self._count, is_last=True)
         with span("wait for the lane"):
             self.step.wait()
+            for answer in self._late:  # on another device this orders streams: nobody may read it before
+                answer.wait()
+        self._late.clear()
         error = self.step.end(computed_at)
         if error is not None:
             raise error
