@@ -66,7 +66,7 @@ def test_dtypes_under_torch_and_names_of_ones_own():
     ("text", "message"),
     [
         ("Maen()", "'Maen' in 'Maen\\(\\)' is not known; did you mean Mean?"),
-        ("Zzz()", "is not known; known are AcpSGD, AdaSum, After"),
+        ("Zzz()", "is not known; known are AcpSGD, AcrossReplicas, AdaSum, After"),
         ("Mean", "write Mean\\(\\)"),
         ("Cast(Mean(), int8)", "'int8' in"),
         ("Cast(Mean())", "missing 1 required positional argument: 'dtype'"),
