@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradlane as gl
 from gradlane.local import run_ranks
 
 from ..support.catalogue import STRATEGIES, ClippedMean
-from ..support.fsdp import Odd, RaisesOn, batch, replicas_equal, sharded, shards
+from ..support.fsdp import Odd, RaisesOn, batch, mesh_of, replicas_equal, sharded, shards
 
 INT4 = "ErrorFeedback(Sharded(Int4()))"
 OPTIMIZERS = {
@@ -451,6 +451,32 @@ def test_what_is_not_possible_is_refused_with_the_way_out():
         assert "Attach what is inside" in found["hierarchy"]
         assert "divide the loss" in found["weights"]
         assert "leave it out" in found["nodes"]
+
+
+def compiled(rank, text):
+    """``fully_shard(torch.compile(model))`` keeps the parameters of the root in a group of the wrapper's."""
+    torch.manual_seed(0)
+    model, mesh = Wide(), mesh_of((2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    outer = fully_shard(torch.compile(model, backend="eager"), mesh=mesh)
+    attachment = gl.attach(outer, text, timeout=20) if text else None
+    plain(outer, rank, 0)
+    names = []
+    if attachment is not None:
+        names = sorted(parameter.name for parameter in attachment._parameters)
+        attachment.close()
+    return names, [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def test_all_parameters_of_a_model_that_was_compiled_before_it_was_sharded_are_carried():
+    half = "Cast(Mean(), bfloat16)"
+    for native, mean, cast in zip(
+        *(run_ranks(compiled, 2, text) for text in (None, "Mean()", half)), strict=True
+    ):
+        assert mean[0] == sorted(name for name, _ in Wide().named_parameters())
+        assert all(torch.equal(a, b) for a, b in zip(native[1], mean[1], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(native[1], cast[1], strict=True))
 
 
 def at_once(rank, policy):

@@ -25,7 +25,7 @@ from ..fsdp_internals import (
     shard_place,
 )
 from ..lane.mesh_ranks import Mesh, MeshRanks, mesh_ranks
-from ..torch_internals import default_group
+from ..torch_internals import default_group, uncompiled
 
 
 class FsdpModel:
@@ -36,7 +36,8 @@ class FsdpModel:
         if not groups:
             raise WrongType("this model has no parameter that FSDP could shard; attach to the model that has")
         self._groups = [weakref.ref(group) for group in groups]
-        prefixes = {id(module): name for name, module in model.named_modules()}
+        # ``fully_shard(torch.compile(module))`` has a group of its own, and names of the module inside.
+        prefixes = {id(module): name for name, module in uncompiled(model).named_modules()}
         self.parameters: list[list[ShardedParameter]] = []
         """Of each group."""
         for group in groups:

@@ -30,6 +30,7 @@ from ..settings import Settings
 from ..strategies.across_replicas import AcrossReplicas
 from ..strategies.as_strategy import as_strategy
 from ..strategies.hierarchical import Hierarchical
+from ..torch_internals import uncompiled
 from .base import Session
 
 
@@ -53,8 +54,9 @@ class ShardedAttachment(Session):
         self.on_close: Callable[[], None] = lambda: None
         """Set by ``attach``: what else is to do at close."""
         group, mesh = self._model.ranks()
+        inner = uncompiled(model)
         super().__init__(
-            model, model, group, self._model.device, self._working(strategy), settings, doing="attach",
+            inner, inner, group, self._model.device, self._working(strategy), settings, doing="attach",
             must_agree={"mesh": self._model.text}, mesh=mesh,
         )  # fmt: skip
         try:
