@@ -319,6 +319,39 @@ def test_nan_in_one_shard_is_skipped_by_all():
     assert run_ranks(one_shard, 4) == [([False, True, False], True)] * 4
 
 
+def skipping_a_part(rank, shape, copies, text, bad, parts, without):
+    """Backwards that add: all communicate, and one has a NaN on one rank, in step 1; or without step 1."""
+    model = sharded(shape, copies=copies)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    skipped = []
+    with gl.attach(model, text, timeout=20) as attachment:
+        for step in range(4):
+            if step == 1 and without:
+                continue
+            for part in range(parts):
+                data = batch(rank, 100 * step + part)
+                if step == 1 and part == bad and rank == 1:
+                    data[:] = float("nan")
+                model(data).backward()
+                skipped.append(attachment.skipped)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return skipped, shards(model)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize(("shape", "copies"), MESHES, ids=str)
+def test_a_sum_of_means_with_nan_in_one_is_skipped_by_all(shape, copies, bad):
+    ranks = 4 if len(shape) == 2 else 2
+    arguments = (shape, copies, "Mean()", bad, 3)
+    found = run_ranks(skipping_a_part, ranks, *arguments, False)
+    wanted = run_ranks(skipping_a_part, ranks, *arguments, True)
+    for (skipped, weights), (none, expected) in zip(found, wanted, strict=True):
+        assert skipped == [3 + bad <= number < 6 for number in range(12)]
+        assert not any(none)
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
 def differing(rank, shape, copies):
     model = sharded(shape, copies=copies, seed=0 if rank < 2 else 1)
     with pytest.raises(gl.RanksDisagree, match=r"rank 2 of 3 has other weights .* in head\.weight"):

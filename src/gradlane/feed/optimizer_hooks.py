@@ -34,8 +34,15 @@ class OptimizerHooks:
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, Tensor]], synced: Callable[[], bool] = lambda: True
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        synced: Callable[[], bool] = lambda: True,
+        *,
+        adds_means: bool = False,
     ) -> None:
+        self.adds_means = adds_means
+        """Whether the mean of a step is added to earlier gradients, as FSDP does. DDP takes the mean of sums,
+        so that what is not finite stays in its buckets."""
         self._gradients = SkippedGradients(parameters)
         self._synced = synced
         self._warned = False
@@ -64,7 +71,8 @@ class OptimizerHooks:
     def begin_step(self) -> bool:
         """Withhold nothing any more. Whether gradients were added to those of the skipped step."""
         self._last_skip = None
-        return self._gradients.end()
+        spoiled = self.adds_means and self._gradients.any_not_finite()
+        return self._gradients.end() or spoiled
 
     def withhold(self, names: list[str]) -> None:
         """The step is skipped because the gradients of ``names`` are not finite."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..fsdp_internals import local
+from ..kernels.finite import all_finite
 from ..torch_internals import sparse_values
 
 
@@ -63,6 +64,12 @@ class SkippedGradients:
         self._checked.clear()
         self._skipped, self._culprit = set(), None
         return carried
+
+    def any_not_finite(self) -> bool:
+        """Whether a gradient of the skipped step is still there, and not finite."""
+        found = (self._parameters[key]() for key in self._skipped)
+        gradients = (parameter.grad for parameter in found if parameter is not None)
+        return not all(all_finite(local(grad)) for grad in gradients if grad is not None)
 
     def _cleared(self, key: int | None) -> bool:
         if key is None or key in self._checked:  # a cleared one is no more in ``_skipped`` after its check

@@ -15,6 +15,7 @@ from ..errors import InvalidValue, RanksDisagree
 from ..feed.fsdp import FsdpFeed, FsdpGroup
 from ..feed.fsdp_comms import ALL_GATHER, REDUCE_SCATTER, Carrier, FsdpWaits, ScatterComm, WatchedComm
 from ..feed.fsdp_model import FsdpModel
+from ..feed.optimizer_hooks import OptimizerHooks
 from ..fsdp_internals import (
     before_post_backward,
     reduces,
@@ -31,7 +32,7 @@ from ..strategies.across_replicas import AcrossReplicas
 from ..strategies.as_strategy import as_strategy
 from ..strategies.hierarchical import Hierarchical
 from ..torch_internals import uncompiled
-from .base import Session
+from .base import Session, weakly
 
 
 class ShardedAttachment(Session):
@@ -98,6 +99,9 @@ class ShardedAttachment(Session):
                 "fully_shard(model, mesh=init_device_mesh('cpu', (replicas, shards)))"
             )
         return strategy
+
+    def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks:
+        return OptimizerHooks(module.named_parameters(), weakly(self._synced, default=True), adds_means=True)
 
     def _described(self, parameters: list[Parameter]) -> list[Parameter]:
         """With the dtype of the gradient that FSDP reduces, which may be wider than the parameter."""
