@@ -50,6 +50,7 @@ NEEDED = (
     "_reduce_scatter_comm",
     "_all_gather_comm",
     "mp_policy",
+    "is_sharded",
 )
 
 
@@ -128,7 +129,9 @@ def parameters_of_group(group: Any, prefixes: dict[int, str]) -> list[ShardedPar
 
 
 def _parameter(group: Any, parameter: Any, prefixes: dict[int, str]) -> ShardedParameter:
-    info, own = parameter._module_info, parameter.sharded_param
+    info = parameter._module_info
+    # Until its first forward FSDP may hold another one: of the meta device, say, before the model was loaded.
+    own = getattr(info.module, info.param_name) if group.is_sharded else parameter.sharded_param
     prefix = prefixes.get(id(info.module), "")
     whole, dimension = parameter._orig_size, parameter.fsdp_placement.dim
     part = parameter.padded_sharded_param_size

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import gradlane as gl
 from gradlane.local import run_ranks
@@ -510,6 +511,42 @@ def test_all_parameters_of_a_model_that_was_compiled_before_it_was_sharded_are_c
         assert mean[0] == sorted(name for name, _ in Wide().named_parameters())
         assert all(torch.equal(a, b) for a, b in zip(native[1], mean[1], strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(native[1], cast[1], strict=True))
+
+
+def loaded(rank, shape, text):
+    """A model that is sharded on the meta device, and gets other parameters afterwards: as transformers'
+    ``from_pretrained(distributed_config=...)`` makes it."""
+    with torch.device("meta"):
+        model = sharded(shape, model=Wide)
+    if text:
+        with pytest.raises(gl.WrongState, match=r"weight is on the meta device.* then attach"):
+            gl.attach(model, text, timeout=20)
+    torch.manual_seed(0)
+    for (name, own), value in zip(list(model.named_parameters()), Wide().parameters(), strict=True):
+        module, _, last = name.rpartition(".")
+        value = distribute_tensor(value.detach(), own.device_mesh, own.placements)
+        setattr(model.get_submodule(module), last, nn.Parameter(value))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    attachment = gl.attach(model, text, timeout=20) if text else None
+    before = shards(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        data = batch(rank, step)
+        if step == 1 and text and rank == 1:
+            data[:] = float("nan")
+        if step != 1 or text:
+            model(data).backward()
+            optimizer.step()
+            if attachment is not None:
+                assert attachment.skipped == (step == 1)
+    assert not any(torch.equal(a, b) for a, b in zip(before, shards(model), strict=True))
+    return shards(model)
+
+
+def test_parameters_that_replace_those_of_the_meta_device_are_the_ones():
+    native, ours = (run_ranks(loaded, 4, (2, 2), text) for text in (None, "Mean()"))
+    for theirs, mine in zip(native, ours, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
 
 
 def at_once(rank, policy):

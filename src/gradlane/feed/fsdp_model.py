@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.collectives import Scope
-from ..errors import InvalidValue, WrongType
+from ..errors import InvalidValue, WrongState, WrongType
 from ..fsdp_internals import (
     ShardedParameter,
     data_dimensions,
@@ -44,6 +44,7 @@ class FsdpModel:
             refuse_unknown(group)
             self.parameters.append(parameters_of_group(group, prefixes))
         first = groups[0]
+        self._refuse_meta()
         self._refuse_other_meshes(groups)
         self.carries: Literal["replicas", "shards"] = "replicas" if is_replicated(first) else "shards"
         """What the strategy reduces: each rank's shard over the replicas, or the shards themselves."""
@@ -104,6 +105,14 @@ class FsdpModel:
             f"{[p.name for p in parameters]} by {group.gradient_divide_factor}"
             for group, parameters in zip(groups, self.parameters, strict=True)
         )
+
+    def _refuse_meta(self) -> None:
+        for name, own in self._own().items():
+            if own.is_meta:
+                raise WrongState(
+                    f"{name} is on the meta device, so it has no value yet; load or initialise the model "
+                    "first, then attach"
+                )
 
     def _refuse_other_meshes(self, groups: Sequence[Any]) -> None:
         def ranks_of(group: Any) -> list[list[int]]:
