@@ -19,6 +19,7 @@ from .session.base import Session
 from .session.freezing import Freezing
 from .session.frozen_moments import freeze_now
 from .session.moments_agreement import check_optimizer
+from .session.sharded import ShardedAttachment
 from .strategies.as_strategy import as_strategy
 from .strategies.checks import refuse_memory_in_warm_up
 from .strategies.schedule import After
@@ -80,6 +81,11 @@ def freeze_moments(
         raise WrongType(
             "local steps send no gradients, so no momentum can travel in their place; freeze the second "
             "moment alone: local_steps(..., warmup=60, moments='frozen')"
+        )
+    if isinstance(attachment, ShardedAttachment):
+        raise WrongType(
+            "freeze_moments compares the moments of full copies, and with FSDP each rank has a part of the "
+            "model; use DDP, or go on with Adam's own moments and a strategy that reduces gradients"
         )
     _freeze_later(optimizer, attachment, after, then, refresh)
 

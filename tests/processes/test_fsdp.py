@@ -320,8 +320,9 @@ def test_nan_in_one_shard_is_skipped_by_all():
     assert run_ranks(one_shard, 4) == [([False, True, False], True)] * 4
 
 
-def skipping_a_part(rank, shape, copies, text, bad, parts, without):
-    """Backwards that add: all communicate, and one has a NaN on one rank, in step 1; or without step 1."""
+def skipping_a_part(rank, shape, copies, text, bad, parts, in_closure, without):
+    """Backwards that add: all communicate, and one has a NaN on one rank, in step 1; or without step 1. The
+    last one may be in the optimizer's closure, as in Lightning."""
     model = sharded(shape, copies=copies)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     skipped = []
@@ -329,22 +330,31 @@ def skipping_a_part(rank, shape, copies, text, bad, parts, without):
         for step in range(4):
             if step == 1 and without:
                 continue
-            for part in range(parts):
+
+            def backward(part, step=step):
                 data = batch(rank, 100 * step + part)
                 if step == 1 and part == bad and rank == 1:
                     data[:] = float("nan")
                 model(data).backward()
                 skipped.append(attachment.skipped)
-            optimizer.step()
+
+            for part in range(parts - 1):
+                backward(part)
+            if in_closure:
+                optimizer.step(functools.partial(backward, parts - 1))
+            else:
+                backward(parts - 1)
+                optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     return skipped, shards(model)
 
 
+@pytest.mark.parametrize("in_closure", [False, True], ids=["", "closure"])
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize(("shape", "copies"), MESHES, ids=str)
-def test_a_sum_of_means_with_nan_in_one_is_skipped_by_all(shape, copies, bad):
+def test_a_sum_of_means_with_nan_in_one_is_skipped_by_all(shape, copies, bad, in_closure):
     ranks = 4 if len(shape) == 2 else 2
-    arguments = (shape, copies, "Mean()", bad, 3)
+    arguments = (shape, copies, "Mean()", bad, 3, in_closure)
     found = run_ranks(skipping_a_part, ranks, *arguments, False)
     wanted = run_ranks(skipping_a_part, ranks, *arguments, True)
     for (skipped, weights), (none, expected) in zip(found, wanted, strict=True):
@@ -473,8 +483,14 @@ def refusals(rank):
             gl.attach(model, text, timeout=20, **options)
         found[name] = str(caught.value)
         plain(model, rank, 0)  # it is as it was
-    with gl.attach(model, "Mean()"), pytest.raises(gl.WrongState, match="has an attachment already"):
-        gl.attach(model, "Mean()")
+    with gl.attach(model, "Mean()") as attachment:
+        with pytest.raises(gl.WrongState, match="has an attachment already"):
+            gl.attach(model, "Mean()")
+        adam = torch.optim.Adam(model.parameters())
+        with pytest.raises(gl.WrongType, match="with FSDP each rank has a part of the model; use DDP"):
+            gl.freeze_moments(adam, attachment, after=2)
+        with pytest.raises(gl.WrongType, match="a full copy, without FSDP"):
+            gl.local_steps(model, adam, "Mean()", every=2)
     plain(model, rank, 1)
     return found
 

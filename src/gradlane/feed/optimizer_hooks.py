@@ -83,9 +83,11 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Arguments | None:
         if current_backward() is not None and self.concerns(optimizer) and self._synced():
             raise WrongState(_IN_BACKWARD)
-        if self._gradients and not self._remove(optimizer):
-            self._check_copies(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # A closure may add to the gradients: they stay until it returns, so that its step is skipped too.
+        stay = self.adds_means and callable(closure)
+        if self._gradients and not stay and not self._remove(optimizer):
+            self._check_copies(optimizer)
         if not callable(closure) or not self.concerns(optimizer):
             return None
         self._closure_steps[optimizer] = step = ClosureStep(optimizer)
@@ -101,7 +103,7 @@ class OptimizerHooks:
         before = self._last_skip
         loss = closure(*args, **kwargs)
         skipped = self._last_skip not in (None, before)
-        if skipped:
+        if skipped or (self.adds_means and self._gradients):
             self._remove(optimizer())
         return loss, skipped
 
