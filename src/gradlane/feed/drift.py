@@ -64,8 +64,8 @@ class DriftCheck:
         who, what = found
         return RanksDisagree(
             f"step {step}: rank {who} of {self.world} has drifted from the others in {what}; load one "
-            "checkpoint on all ranks, and look for code that changes weights, or draws random numbers, on some "
-            "ranks only"
+            "checkpoint on all ranks, and look for code that changes weights, or draws random numbers, on "
+            "some ranks only"
         )
 
     def differing(self, step: int, *, joined: bool = False) -> tuple[str, str] | BaseException | None:
