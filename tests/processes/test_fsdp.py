@@ -565,6 +565,43 @@ def test_parameters_that_replace_those_of_the_meta_device_are_the_ones():
         assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
 
 
+def used_between(rank, shape, text):
+    """What users do with a model before they attach, while it is attached, and after that: evaluate, which
+    leaves the parameters of the root whole, and ``to``, which swaps all of them."""
+    model = sharded(shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+
+    def between():
+        model.to("cpu")
+        with torch.no_grad():
+            model(batch(rank, 7))
+
+    between()
+    found = []
+    for first in (0, 3):
+        attachment = gl.attach(model, text, timeout=20)
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            data = batch(rank, step)
+            if step == first and rank == 1:
+                data[:] = float("nan")
+            model(data).backward()
+            optimizer.step()
+            found.append(attachment.skipped)
+            between()
+        attachment.close()
+        between()
+    own = [parameter.to_local() for parameter in optimizer.param_groups[0]["params"]]
+    assert not hasattr(model.spare, "to_local")  # it is whole
+    return found, all(part.isfinite().all() for part in own)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_a_model_may_be_evaluated_and_moved_around_an_attachment(shape):
+    ranks = 4 if len(shape) == 2 else 2
+    assert run_ranks(used_between, ranks, shape, "Mean()") == [([True, False, False] * 2, True)] * ranks
+
+
 def at_once(rank, policy):
     """A strategy that needs the whole gradient, where FSDP wants each group's answer."""
     model = sharded((2, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -68,7 +68,11 @@ class FsdpModel:
         return {name: local(own.detach()) for name, own in self._own().items()}
 
     def _own(self) -> dict[str, Any]:
-        return {p.name: own for group in self.parameters for p in group if (own := p.own()) is not None}
+        return {name: own for name, find in self.finders().items() if (own := find()) is not None}
+
+    def finders(self) -> dict[str, Callable[[], Any]]:
+        """What finds the ``DTensor`` of each parameter."""
+        return {p.name: p.own for group in self.parameters for p in group}
 
     def ranks(self) -> tuple[Any, Mesh | None]:
         """The ranks that a step is agreed on with, and their scopes.

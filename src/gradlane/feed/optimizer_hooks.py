@@ -16,7 +16,7 @@ from ..kernels.finite import all_finite
 from ..log import log
 from ..torch_internals import current_backward
 from .optimizer_closures import ClosureStep
-from .skipped_gradients import SkippedGradients
+from .skipped_gradients import Find, SkippedGradients
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -35,7 +35,7 @@ class OptimizerHooks:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, Tensor]],
+        parameters: Iterable[tuple[str, Find]],
         synced: Callable[[], bool] = lambda: True,
         *,
         adds_means: bool = False,
@@ -43,7 +43,7 @@ class OptimizerHooks:
         self.adds_means = adds_means
         """Whether the mean of a step is added to earlier gradients, as FSDP does. DDP takes the mean of sums,
         so that what is not finite stays in its buckets."""
-        self._gradients = SkippedGradients(parameters)
+        self._gradients = SkippedGradients(parameters, watch_sums=not adds_means)
         self._synced = synced
         self._warned = False
         self._skips = 0

@@ -101,7 +101,11 @@ class ShardedAttachment(Session):
         return strategy
 
     def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks:
-        return OptimizerHooks(module.named_parameters(), weakly(self._synced, default=True), adds_means=True)
+        # Between two steps a module may have whole parameters instead of those that the optimizer has.
+        found = self._model.finders()
+        for name, parameter in module.named_parameters():
+            found.setdefault(name, weakref.ref(parameter))  # one that FSDP ignores
+        return OptimizerHooks(found.items(), weakly(self._synced, default=True), adds_means=True)
 
     def _described(self, parameters: list[Parameter]) -> list[Parameter]:
         """With the dtype of the gradient that FSDP reduces, which may be wider than the parameter."""
