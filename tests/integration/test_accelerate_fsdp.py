@@ -85,10 +85,13 @@ def trained(rank, shape, text, options, bad=False, clip=False):
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
+COMPILED = {"dynamo_backend": "eager"}
 
 
 @pytest.mark.parametrize(
-    ("options", "clip"), [({}, False), (ACCUMULATED, True), ({"mixed_precision": "bf16"}, False)]
+    ("options", "clip"),
+    [({}, False), (ACCUMULATED, True), ({"mixed_precision": "bf16"}, False), (COMPILED, False)],
+    ids=["", "accumulated", "bf16", "compiled"],
 )
 @pytest.mark.parametrize("shape", [ONE, TWO], ids=str)
 def test_the_mean_is_accelerate_without_gradlane(shape, options, clip):

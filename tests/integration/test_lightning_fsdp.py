@@ -128,6 +128,24 @@ def test_a_resumed_run_is_the_run_that_never_stopped(shape, distributed, tmp_pat
     assert len(files_in(tmp_path / "after-1.ckpt.gradlane")) == 1 + world_of(shape)
 
 
+def fitted_twice(rank, shape, times):
+    """One epoch after the other, in one fit or in one each. Lightning makes the optimizer anew."""
+    module, comm = of(Module, shape), GradientComm(LOSSY[shape])
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.05)
+    run = sharded_trainer(shape, comm, epochs=2 // times)
+    for number in range(times):
+        run.fit_loop.max_epochs = 2 if times == 1 else number + 1
+        run.fit(module, batches_of(rank, world_of(shape)), batches_of(rank, world_of(shape)))
+    assert comm.attachment.step == 2 * STEPS
+    return results(module.losses, module.network, comm.attachment)
+
+
+@pytest.mark.parametrize("shape", [ONE, TWO], ids=str)
+def test_a_second_fit_goes_on(shape):
+    once, twice = (ranks(fitted_twice, shape, times, world=world_of(shape)) for times in (1, 2))
+    assert same_training(once, twice)
+
+
 def logged(rank, folder):
     comm = GradientComm("Cast(Mean(), bfloat16)", log_every=4)
     logger = CSVLogger(folder, "csv", version=0)
