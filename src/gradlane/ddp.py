@@ -114,9 +114,8 @@ def attach(
     """
     _check_process_group()
     strategy = as_strategy(strategy)
-    inner = uncompiled(model)
-    if isinstance(inner, torch.nn.Module) and param_groups(inner):
-        return _attach_sharded(inner, strategy, Settings(**options))
+    if isinstance(model, torch.nn.Module) and param_groups(model):
+        return _attach_sharded(model, strategy, Settings(**options))
     return _attach_ddp(_checked_model(model), strategy, Settings(**options))
 
 
@@ -172,11 +171,12 @@ def _detach(ddp: "weakref.ref[DistributedDataParallel]") -> None:
 
 
 def _attach_sharded(model: torch.nn.Module, strategy: Strategy, settings: Settings) -> ShardedAttachment:
-    if vars(model).get(KEPT) is not None:
+    inner = uncompiled(model)
+    if vars(inner).get(KEPT) is not None:
         raise _attached_already()
     attachment = ShardedAttachment(model, strategy, settings)
-    vars(model)[KEPT] = attachment
-    attachment.on_close = partial(_forget, weakref.ref(model))
+    vars(inner)[KEPT] = attachment
+    attachment.on_close = partial(_forget, weakref.ref(inner))
     return attachment
 
 

@@ -77,15 +77,15 @@ def freeze_moments(
             f"got a {type(attachment).__name__} as attachment; pass what attach or attach_without_ddp "
             "returned"
         )
-    if isinstance(attachment, ShardedAttachment):
-        raise WrongType(
-            "freeze_moments needs a full copy of the model on each rank, and FSDP2 has shards; train with "
-            "DistributedDataParallel"
-        )
     if attachment.gives != "gradients":
         raise WrongType(
             "local steps send no gradients, so no momentum can travel in their place; freeze the second "
             "moment alone: local_steps(..., warmup=60, moments='frozen')"
+        )
+    if isinstance(attachment, ShardedAttachment):
+        raise WrongType(
+            "freeze_moments compares the moments of full copies, and with FSDP each rank has a part of the "
+            "model; use DDP, or go on with Adam's own moments and a strategy that reduces gradients"
         )
     _freeze_later(optimizer, attachment, after, then, refresh)
 

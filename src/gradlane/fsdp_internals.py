@@ -50,6 +50,7 @@ NEEDED = (
     "_reduce_scatter_comm",
     "_all_gather_comm",
     "mp_policy",
+    "is_sharded",
 )
 
 
@@ -115,8 +116,9 @@ class ShardedParameter(NamedTuple):
     """This rank's, padded as in the flat gradient."""
     dtype: torch.dtype
     """Of the flat gradient."""
-    own: weakref.ref[Any]
-    """The ``DTensor`` that the optimizer has."""
+    own: Callable[[], Any]
+    """The ``DTensor`` that the optimizer has; None if the model is gone. A weak reference to it would keep
+    ``module.to`` from working: torch swaps tensors there, and those with weak references it does not."""
     trained: bool
     is_piece: bool
     """Whether ranks of other dimensions of the mesh have other pieces of it, and not copies."""
@@ -128,7 +130,8 @@ def parameters_of_group(group: Any, prefixes: dict[int, str]) -> list[ShardedPar
 
 
 def _parameter(group: Any, parameter: Any, prefixes: dict[int, str]) -> ShardedParameter:
-    info, own = parameter._module_info, parameter.sharded_param
+    info, find = parameter._module_info, _finder(group, parameter)
+    own = find()
     prefix = prefixes.get(id(info.module), "")
     whole, dimension = parameter._orig_size, parameter.fsdp_placement.dim
     part = parameter.padded_sharded_param_size
@@ -141,10 +144,25 @@ def _parameter(group: Any, parameter: Any, prefixes: dict[int, str]) -> ShardedP
         whole,
         part,
         policy.reduce_dtype or policy.param_dtype or own.dtype,
-        weakref.ref(own),
+        find,
         own.requires_grad,
         any(placement.is_shard() for placement in others),
     )
+
+
+def _finder(group: Any, parameter: Any) -> Callable[[], Any]:
+    groups, parameters = weakref.ref(group), weakref.ref(parameter)
+
+    def own() -> Any:
+        group, parameter = groups(), parameters()
+        if group is None or parameter is None:
+            return None
+        if not group.is_sharded:
+            return parameter.sharded_param
+        # Until its first forward FSDP may hold another one: of the meta device, if the model is loaded later.
+        return getattr(parameter._module_info.module, parameter._module_info.param_name)
+
+    return own
 
 
 def with_gradient(group: Any) -> list[int]:

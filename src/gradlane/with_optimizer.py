@@ -19,6 +19,7 @@ from .errors import InvalidValue
 from .feed.adam_moments import betas_of
 from .feed.step_counter import checked_optimizer
 from .freeze import freeze_moments
+from .fsdp_internals import param_groups
 from .lane.one_rank import OneRank
 from .less_often import local_steps
 from .session.base import Session
@@ -50,11 +51,14 @@ def attach_with_optimizer(
 ) -> Session:
     """``attach``, ``local_steps``, or ``attach`` and ``freeze_moments``: what the strategy is made for.
 
-    ``model`` is a DDP model, or the plain model of a single process; for the latter ``attach_alone`` attaches
-    a strategy that reduces gradients.
+    ``model`` is a model of DDP or FSDP2, or the plain model of a single process; for the latter
+    ``attach_alone`` attaches a strategy that reduces gradients.
     """
     strategy = as_strategy(strategy)
-    alone = not isinstance(model, DistributedDataParallel)
+    sharded = bool(param_groups(model))
+    if sharded:
+        refuse_on_shards(strategy)
+    alone = not sharded and not isinstance(model, DistributedDataParallel)
     if isinstance(strategy, LocalSteps):
         trained_by = checked_optimizer(optimizer)
         if alone:
@@ -69,6 +73,16 @@ def attach_with_optimizer(
     if isinstance(strategy, After) and sends_momentum(strategy):
         return _frozen_later(checked_optimizer(optimizer), strategy, attached)
     return attached(strategy)
+
+
+def refuse_on_shards(strategy: Strategy) -> None:
+    """On a model of FSDP2 no strategy works with the optimizer."""
+    if needs_optimizer(strategy):
+        raise InvalidValue(
+            f"{describe(strategy, short=True)} works with the optimizer of a full copy, and with FSDP each "
+            "rank has a part of the model; use DDP, or a strategy that reduces gradients only: "
+            "'ErrorFeedback(Sharded(Int4()))' on a mesh with replicas, 'Sharded(Int8())' on one without"
+        )
 
 
 def sends_momentum(strategy: Strategy) -> bool:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import gradlane as gl
 from gradlane.lane import open as lane_open
@@ -17,7 +18,7 @@ from gradlane.lane.stream import StreamLane
 from gradlane.local import run_ranks
 
 from ..support.catalogue import STRATEGIES, ClippedMean
-from ..support.fsdp import Odd, RaisesOn, batch, replicas_equal, sharded, shards
+from ..support.fsdp import Odd, RaisesOn, batch, mesh_of, replicas_equal, sharded, shards
 
 INT4 = "ErrorFeedback(Sharded(Int4()))"
 OPTIMIZERS = {
@@ -322,6 +323,49 @@ def test_nan_in_one_shard_is_skipped_by_all():
     assert run_ranks(one_shard, 4) == [([False, True, False], True)] * 4
 
 
+def skipping_a_part(rank, shape, copies, text, bad, parts, in_closure, without):
+    """Backwards that add: all communicate, and one has a NaN on one rank, in step 1; or without step 1. The
+    last one may be in the optimizer's closure, as in Lightning."""
+    model = sharded(shape, copies=copies)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    skipped = []
+    with gl.attach(model, text, timeout=20) as attachment:
+        for step in range(4):
+            if step == 1 and without:
+                continue
+
+            def backward(part, step=step):
+                data = batch(rank, 100 * step + part)
+                if step == 1 and part == bad and rank == 1:
+                    data[:] = float("nan")
+                model(data).backward()
+                skipped.append(attachment.skipped)
+
+            for part in range(parts - 1):
+                backward(part)
+            if in_closure:
+                optimizer.step(functools.partial(backward, parts - 1))
+            else:
+                backward(parts - 1)
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return skipped, shards(model)
+
+
+@pytest.mark.parametrize("in_closure", [False, True], ids=["", "closure"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize(("shape", "copies"), MESHES, ids=str)
+def test_a_sum_of_means_with_nan_in_one_is_skipped_by_all(shape, copies, bad, in_closure):
+    ranks = 4 if len(shape) == 2 else 2
+    arguments = (shape, copies, "Mean()", bad, 3, in_closure)
+    found = run_ranks(skipping_a_part, ranks, *arguments, False)
+    wanted = run_ranks(skipping_a_part, ranks, *arguments, True)
+    for (skipped, weights), (none, expected) in zip(found, wanted, strict=True):
+        assert skipped == [3 + bad <= number < 6 for number in range(12)]
+        assert not any(none)
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
 def differing(rank, shape, copies):
     model = sharded(shape, copies=copies, seed=0 if rank < 2 else 1)
     with pytest.raises(gl.RanksDisagree, match=r"rank 2 of 3 has other weights .* in head\.weight"):
@@ -440,8 +484,14 @@ def refusals(rank):
             gl.attach(model, text, timeout=20, **options)
         found[name] = str(caught.value)
         plain(model, rank, 0)  # it is as it was
-    with gl.attach(model, "Mean()"), pytest.raises(gl.WrongState, match="has an attachment already"):
-        gl.attach(model, "Mean()")
+    with gl.attach(model, "Mean()") as attachment:
+        with pytest.raises(gl.WrongState, match="has an attachment already"):
+            gl.attach(model, "Mean()")
+        adam = torch.optim.Adam(model.parameters())
+        with pytest.raises(gl.WrongType, match="with FSDP each rank has a part of the model; use DDP"):
+            gl.freeze_moments(adam, attachment, after=2)
+        with pytest.raises(gl.WrongType, match="a full copy, without FSDP"):
+            gl.local_steps(model, adam, "Mean()", every=2)
     plain(model, rank, 1)
     return found
 
@@ -452,6 +502,105 @@ def test_what_is_not_possible_is_refused_with_the_way_out():
         assert "Attach what is inside" in found["hierarchy"]
         assert "divide the loss" in found["weights"]
         assert "leave it out" in found["nodes"]
+
+
+def compiled(rank, text):
+    """``fully_shard(torch.compile(model))`` keeps the parameters of the root in a group of the wrapper's."""
+    torch.manual_seed(0)
+    model, mesh = Wide(), mesh_of((2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    outer = fully_shard(torch.compile(model, backend="eager"), mesh=mesh)
+    attachment = gl.attach(outer, text, timeout=20) if text else None
+    plain(outer, rank, 0)
+    names = []
+    if attachment is not None:
+        names = sorted(parameter.name for parameter in attachment._parameters)
+        attachment.close()
+    return names, [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def test_all_parameters_of_a_model_that_was_compiled_before_it_was_sharded_are_carried():
+    half = "Cast(Mean(), bfloat16)"
+    for native, mean, cast in zip(
+        *(run_ranks(compiled, 2, text) for text in (None, "Mean()", half)), strict=True
+    ):
+        assert mean[0] == sorted(name for name, _ in Wide().named_parameters())
+        assert all(torch.equal(a, b) for a, b in zip(native[1], mean[1], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(native[1], cast[1], strict=True))
+
+
+def loaded(rank, shape, text):
+    """A model that is sharded on the meta device, and gets other parameters afterwards: as transformers'
+    ``from_pretrained(distributed_config=...)`` makes it."""
+    with torch.device("meta"):
+        model = sharded(shape, model=Wide)
+    if text:
+        with pytest.raises(gl.WrongState, match=r"weight is on the meta device.* then attach"):
+            gl.attach(model, text, timeout=20)
+    torch.manual_seed(0)
+    for (name, own), value in zip(list(model.named_parameters()), Wide().parameters(), strict=True):
+        module, _, last = name.rpartition(".")
+        value = distribute_tensor(value.detach(), own.device_mesh, own.placements)
+        setattr(model.get_submodule(module), last, nn.Parameter(value))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    attachment = gl.attach(model, text, timeout=20) if text else None
+    before = shards(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        data = batch(rank, step)
+        if step == 1 and text and rank == 1:
+            data[:] = float("nan")
+        if step != 1 or text:
+            model(data).backward()
+            optimizer.step()
+            if attachment is not None:
+                assert attachment.skipped == (step == 1)
+    assert not any(torch.equal(a, b) for a, b in zip(before, shards(model), strict=True))
+    return shards(model)
+
+
+def test_parameters_that_replace_those_of_the_meta_device_are_the_ones():
+    native, ours = (run_ranks(loaded, 4, (2, 2), text) for text in (None, "Mean()"))
+    for theirs, mine in zip(native, ours, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
+
+
+def used_between(rank, shape, text):
+    """What users do with a model before they attach, while it is attached, and after that: evaluate, which
+    leaves the parameters of the root whole, and ``to``, which swaps all of them."""
+    model = sharded(shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+
+    def between():
+        model.to("cpu")
+        with torch.no_grad():
+            model(batch(rank, 7))
+
+    between()
+    found = []
+    for first in (0, 3):
+        attachment = gl.attach(model, text, timeout=20)
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            data = batch(rank, step)
+            if step == first and rank == 1:
+                data[:] = float("nan")
+            model(data).backward()
+            optimizer.step()
+            found.append(attachment.skipped)
+            between()
+        attachment.close()
+        between()
+    own = [parameter.to_local() for parameter in optimizer.param_groups[0]["params"]]
+    assert not hasattr(model.spare, "to_local")  # it is whole
+    return found, all(part.isfinite().all() for part in own)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_a_model_may_be_evaluated_and_moved_around_an_attachment(shape):
+    ranks = 4 if len(shape) == 2 else 2
+    assert run_ranks(used_between, ranks, shape, "Mean()") == [([True, False, False] * 2, True)] * ranks
 
 
 def at_once(rank, policy):

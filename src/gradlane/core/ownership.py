@@ -27,16 +27,17 @@ class Ownership:
 
     def __init__(self, user: User | None = None, model: nn.Module | None = None) -> None:
         self._user = None if user is None else weakref.ref(user)
-        self._parameters = [] if model is None else [weakref.ref(p) for p in model.parameters()]
+        # Not the parameters: ``module.to`` swaps those of FSDP, and none that something refers to weakly.
+        self._modules = [] if model is None else [weakref.ref(module) for module in _with_parameters(model)]
         self.used = False
         """A step has begun, or a checkpoint was loaded."""
 
     def is_of(self, model: nn.Module | None) -> bool:
         """Whether it has parameters of that model, in whatever wrapper."""
-        if not self._parameters or model is None:
+        if not self._modules or model is None:
             return True
-        theirs = {id(parameter) for parameter in model.parameters()}
-        return any(id(parameter()) in theirs for parameter in self._parameters)
+        theirs = {id(module) for module in _with_parameters(model)}
+        return any(id(module()) in theirs for module in self._modules)
 
     def works_with(self, state: object) -> bool:
         user = None if self._user is None else self._user()
@@ -47,6 +48,11 @@ class Ownership:
 
     def __reduce__(self) -> Any:
         return Ownership, ()
+
+
+def _with_parameters(model: nn.Module) -> list[nn.Module]:
+    """The modules inside, that have parameters of their own."""
+    return [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
 
 def ownership_of(state: object) -> Ownership | None:

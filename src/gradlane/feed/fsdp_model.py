@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.collectives import Scope
-from ..errors import InvalidValue, WrongType
+from ..errors import InvalidValue, WrongState, WrongType
 from ..fsdp_internals import (
     ShardedParameter,
     data_dimensions,
@@ -25,7 +25,7 @@ from ..fsdp_internals import (
     shard_place,
 )
 from ..lane.mesh_ranks import Mesh, MeshRanks, mesh_ranks
-from ..torch_internals import default_group
+from ..torch_internals import default_group, uncompiled
 
 
 class FsdpModel:
@@ -36,13 +36,15 @@ class FsdpModel:
         if not groups:
             raise WrongType("this model has no parameter that FSDP could shard; attach to the model that has")
         self._groups = [weakref.ref(group) for group in groups]
-        prefixes = {id(module): name for name, module in model.named_modules()}
+        # ``fully_shard(torch.compile(module))`` has a group of its own, and names of the module inside.
+        prefixes = {id(module): name for name, module in uncompiled(model).named_modules()}
         self.parameters: list[list[ShardedParameter]] = []
         """Of each group."""
         for group in groups:
             refuse_unknown(group)
             self.parameters.append(parameters_of_group(group, prefixes))
         first = groups[0]
+        self._refuse_meta()
         self._refuse_other_meshes(groups)
         self.carries: Literal["replicas", "shards"] = "replicas" if is_replicated(first) else "shards"
         """What the strategy reduces: each rank's shard over the replicas, or the shards themselves."""
@@ -67,7 +69,11 @@ class FsdpModel:
 
     def own(self) -> dict[str, Any]:
         """The ``DTensor`` of each parameter."""
-        return {p.name: own for group in self.parameters for p in group if (own := p.own()) is not None}
+        return {name: own for name, find in self.finders().items() if (own := find()) is not None}
+
+    def finders(self) -> dict[str, Callable[[], Any]]:
+        """What finds the ``DTensor`` of each parameter."""
+        return {p.name: p.own for group in self.parameters for p in group}
 
     def ranks(self) -> tuple[Any, Mesh | None]:
         """The ranks that a step is agreed on with, and their scopes.
@@ -104,6 +110,14 @@ class FsdpModel:
             f"{[p.name for p in parameters]} by {group.gradient_divide_factor}"
             for group, parameters in zip(groups, self.parameters, strict=True)
         )
+
+    def _refuse_meta(self) -> None:
+        for name, own in self.own().items():
+            if own.is_meta:
+                raise WrongState(
+                    f"{name} is on the meta device, so it has no value yet; load or initialise the model "
+                    "first, then attach"
+                )
 
     def _refuse_other_meshes(self, groups: Sequence[Any]) -> None:
         def ranks_of(group: Any) -> list[list[int]]:

@@ -67,8 +67,10 @@ class NonFinitePolicy:
     def begin_step(self, strategy: Strategy, step: int, *, joined: bool = False) -> None:
         """Before the first bucket. The zeros of a ``joined`` rank say nothing about its gradients."""
         self._step = step
-        carried = self._optimizers is not None and self._optimizers.begin_step()
-        self._check.begin(carried=carried or joined)
+        hooks = self._optimizers
+        carried = hooks is not None and hooks.begin_step()
+        spoiled = carried and hooks is not None and hooks.adds_means
+        self._check.begin(carried=carried or joined, spoiled=spoiled)
         self._states = [leaf.state for leaf in named_states(strategy) if is_undoable(leaf.state)]
         for state in self._states:
             # A step may fail on one rank only, so shared state must be undoable whatever the policy is.
@@ -105,7 +107,9 @@ class NonFinitePolicy:
                 f"{step} {self._step}: {what}; memory is as before the {step}. Lower the learning rate, "
                 f"clip, or go on without such {step}s: nonfinite='skip'"
             )
-        if carried:
+        if carried and not names:
+            what = "its gradient was added to that of a skipped step, which zero_grad() has not cleared"
+        elif carried:
             what += "; it was added to that of a skipped step, which zero_grad() has not cleared"
         elif self._skips_in_a_row > MAX_SKIPS:
             return NonFinite(

@@ -16,7 +16,7 @@ from ..kernels.finite import all_finite
 from ..log import log
 from ..torch_internals import current_backward
 from .optimizer_closures import ClosureStep
-from .skipped_gradients import SkippedGradients
+from .skipped_gradients import Find, SkippedGradients
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -34,9 +34,16 @@ class OptimizerHooks:
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, Tensor]], synced: Callable[[], bool] = lambda: True
+        self,
+        parameters: Iterable[tuple[str, Find]],
+        synced: Callable[[], bool] = lambda: True,
+        *,
+        adds_means: bool = False,
     ) -> None:
-        self._gradients = SkippedGradients(parameters)
+        self.adds_means = adds_means
+        """Whether the mean of a step is added to earlier gradients, as FSDP does. DDP takes the mean of sums,
+        so that what is not finite stays in its buckets."""
+        self._gradients = SkippedGradients(parameters, watch_sums=not adds_means)
         self._synced = synced
         self._warned = False
         self._skips = 0
@@ -64,7 +71,8 @@ class OptimizerHooks:
     def begin_step(self) -> bool:
         """Withhold nothing any more. Whether gradients were added to those of the skipped step."""
         self._last_skip = None
-        return self._gradients.end()
+        spoiled = self.adds_means and self._gradients.any_not_finite()
+        return self._gradients.end() or spoiled
 
     def withhold(self, names: list[str]) -> None:
         """The step is skipped because the gradients of ``names`` are not finite."""
@@ -75,9 +83,11 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Arguments | None:
         if current_backward() is not None and self.concerns(optimizer) and self._synced():
             raise WrongState(_IN_BACKWARD)
-        if self._gradients and not self._remove(optimizer):
-            self._check_copies(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # A closure may add to the gradients: they stay until it returns, so that its step is skipped too.
+        stay = self.adds_means and callable(closure)
+        if self._gradients and not stay and not self._remove(optimizer):
+            self._check_copies(optimizer)
         if not callable(closure) or not self.concerns(optimizer):
             return None
         self._closure_steps[optimizer] = step = ClosureStep(optimizer)
@@ -93,7 +103,7 @@ class OptimizerHooks:
         before = self._last_skip
         loss = closure(*args, **kwargs)
         skipped = self._last_skip not in (None, before)
-        if skipped:
+        if skipped or (self.adds_means and self._gradients):
             self._remove(optimizer())
         return loss, skipped
 

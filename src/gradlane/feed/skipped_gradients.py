@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..fsdp_internals import local
+from ..kernels.finite import all_finite
 from ..torch_internals import sparse_values
+
+Find = Callable[[], "Tensor | None"]
+"""A weak reference to a parameter, or what finds it."""
 
 
 class SkippedGradients:
@@ -20,10 +24,14 @@ class SkippedGradients:
     latter, so each gradient is checked just before the next one is added to it.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        named = list(parameters)
-        self._parameters = {id(parameter): weakref.ref(parameter) for _, parameter in named}
-        self._keys = {name: id(parameter) for name, parameter in named}
+    def __init__(self, parameters: Iterable[tuple[str, Find]], *, watch_sums: bool) -> None:
+        """``watch_sums``: autograd adds to the gradients, so that a hook sees what they are before."""
+        self._parameters: dict[int, Find] = {}
+        self._keys: dict[str, int] = {}
+        for name, find in parameters:
+            self._keys[name] = key = id(find())
+            self._parameters[key] = find
+        self._watch_sums = watch_sums
         self._skipped: set[int] = set()
         self._checked: set[int] = set()
         self._culprit: int | None = None  # a parameter whose gradient is not finite
@@ -43,7 +51,7 @@ class SkippedGradients:
         reference = weakref.ref(self)
         for key, found in self._parameters.items():
             parameter = found()
-            if parameter is not None and parameter.requires_grad:
+            if self._watch_sums and parameter is not None and parameter.requires_grad:
                 hook = partial(_before_adding, reference, key)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -63,6 +71,12 @@ class SkippedGradients:
         self._checked.clear()
         self._skipped, self._culprit = set(), None
         return carried
+
+    def any_not_finite(self) -> bool:
+        """Whether a gradient of the skipped step is still there, and not finite."""
+        found = (self._parameters[key]() for key in self._skipped)
+        gradients = (parameter.grad for parameter in found if parameter is not None)
+        return not all(all_finite(local(grad)) for grad in gradients if grad is not None)
 
     def _cleared(self, key: int | None) -> bool:
         if key is None or key in self._checked:  # a cleared one is no more in ``_skipped`` after its check

@@ -23,6 +23,7 @@ from ..strategies.as_strategy import as_strategy
 from ..torch_internals import uncompiled
 from ..with_optimizer import needs_optimizer
 from .agreed_weights import copied
+from .models import is_fsdp2, refuse_fsdp1
 from .one_process import attached
 from .resume import load_from
 from .with_optimizer import steps_of
@@ -52,6 +53,9 @@ def attach_accelerate(
     rank into the folder ``gradlane`` of the checkpoint, and ``load_state`` reads it. To load a checkpoint
     without that folder, call ``load_state`` before this. In one process ``prepare`` makes no DDP model, and
     the strategy runs on one rank, at the end of ``accelerator.backward``.
+
+    With ``FullyShardedDataParallelPlugin(fsdp_version=2)`` the model is one of FSDP2; ``gradlane.attach``
+    says which strategies work on it.
 
     ``LocalSteps(...)`` and 1-bit Adam work with the optimizer: the one of the accelerator that trains this
     model, or ``optimizer``. With local steps the model's file in a checkpoint has the weights that all ranks
@@ -136,24 +140,26 @@ def _only_optimizer(accelerator: Accelerator, model: nn.Module) -> torch.optim.O
 
 
 def _prepared(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, int]:
-    """The DDP model, or the plain one of a single process; and its index among the models of the accelerator,
-    by which it numbers its files."""
+    """The model of DDP or FSDP2, or the plain one of a single process; and its index among the models of the
+    accelerator, by which it numbers its files."""
     if not isinstance(accelerator, Accelerator):
         raise WrongType(
             f"got a {type(accelerator).__name__}, not an Accelerator; write "
             "attach_accelerate(accelerator, model, strategy)"
         )
     found = uncompiled(model)  # a compiled module holds the one that has the gradients
-    ddp = isinstance(found, DistributedDataParallel)
-    one_process = not ddp and accelerator.distributed_type == DistributedType.NO
-    if not ddp and not one_process and getattr(model, "_is_accelerate_prepared", False):
+    ddp, sharded = isinstance(found, DistributedDataParallel), is_fsdp2(model)
+    whole = not ddp and (sharded or accelerator.distributed_type == DistributedType.NO)
+    if not ddp and not whole and getattr(model, "_is_accelerate_prepared", False):
+        refuse_fsdp1(model, "FullyShardedDataParallelPlugin(fsdp_version=2)")
         raise WrongType(
-            f"gradlane works on DDP models, and with distributed_type={accelerator.distributed_type.value} "
-            f"prepare made a {type(found).__name__}; use it without FSDP, DeepSpeed and the like"
+            "gradlane works on models of DDP and FSDP2, and with "
+            f"distributed_type={accelerator.distributed_type.value} prepare made a {type(found).__name__}; "
+            "use it without DeepSpeed and the like"
         )
-    for index, known in enumerate(accelerator._models):  # the modules inside of DDP
-        if (ddp and known is found.module) or (one_process and known in (found, model)):
-            return found, index
+    for index, known in enumerate(accelerator._models):  # the modules inside of DDP, the others themselves
+        if (ddp and known is found.module) or (whole and known in (found, model)):
+            return model if sharded else found, index
     raise WrongState(
         f"this {type(model).__name__} is not what prepare returned; call model = accelerator.prepare(model) "
         "first, then attach_accelerate(accelerator, model, strategy)"

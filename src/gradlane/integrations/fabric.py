@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.strategy import Strategy
@@ -19,7 +20,7 @@ from ..session.one_process import OneProcess
 from ..settings import Options
 from ..strategies.as_strategy import as_strategy
 from ..torch_internals import uncompiled
-from .ddp_only import needs_ddp
+from .models import is_fsdp2, needs_another
 from .one_process import reduce_after_backward
 from .with_optimizer import attach_for
 
@@ -48,13 +49,16 @@ def attach_fabric(
             f"got a {type(module).__name__} that Fabric has not set up; call module = fabric.setup(module) "
             "first, and pass what it returned"
         )
-    inner = module._forward_module
-    model = uncompiled(inner)  # a compiled module holds the one that has the gradients
+    inner: nn.Module = module._forward_module
+    sharded = is_fsdp2(inner)
+    model = inner if sharded else uncompiled(inner)  # a compiled module holds the one that has the gradients
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    if not isinstance(model, DistributedDataParallel) and not isinstance(
-        fabric.strategy, SingleDeviceStrategy
+    if not (
+        sharded
+        or isinstance(model, DistributedDataParallel)
+        or isinstance(fabric.strategy, SingleDeviceStrategy)
     ):
-        raise WrongType(needs_ddp("Fabric", type(fabric.strategy).__name__))
+        raise WrongType(needs_another("Fabric", type(fabric.strategy).__name__))
 
     def alone(strategy: Strategy) -> Session:
         session = OneProcess(model, strategy, scaler=scaler, **options)

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.strategy import Strategy
@@ -17,9 +17,8 @@ from ..session.one_process import OneProcess
 from ..settings import Options, Settings
 from ..strategies.as_strategy import as_strategy
 from ..strategies.ledgers import follow, reset_state
-from ..with_optimizer import needs_optimizer, sends_momentum
+from ..with_optimizer import needs_optimizer, refuse_on_shards, sends_momentum
 from .agreed_weights import AgreedWeights
-from .ddp_only import needs_ddp
 from .fabric import attach_fabric
 from .lightning_checkpoints import (
     START_EMPTY,
@@ -29,6 +28,7 @@ from .lightning_checkpoints import (
     write_folders_beside,
 )
 from .lightning_optimizer import only_optimizer
+from .models import is_fsdp2, needs_another
 from .resume import load_from
 from .with_optimizer import attach_for, in_words, position_of, steps_of
 
@@ -45,7 +45,9 @@ class GradientComm(Callback):
     metrics. Beside every ``x.ckpt`` is a folder ``x.ckpt.gradlane`` with the memory of each rank.
     ``fit(ckpt_path=...)`` reads it, and ``ModelCheckpoint`` deletes it with its checkpoint. A second ``fit``
     of the same module keeps the memory, as it keeps the module's weights. The scaler is that of the trainer's
-    precision. With one device and no DDP the strategy runs on one rank.
+    precision. With one device and no DDP the strategy runs on one rank. With ``ModelParallelStrategy`` the
+    module is one of FSDP2, sharded in ``configure_model``; ``gradlane.attach`` says which strategies work on
+    it.
 
     ``LocalSteps(...)`` and 1-bit Adam work with the module's one optimizer. With local steps validation, and
     the weights in ``x.ckpt``, are those that all ranks agreed on; the folder beside it has each rank's own.
@@ -87,8 +89,10 @@ class GradientComm(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
-            raise WrongType(needs_ddp("Trainer", type(strategy).__name__))
+        if not isinstance(strategy, DDPStrategy | ModelParallelStrategy | SingleDeviceStrategy):
+            raise WrongType(needs_another("Trainer", type(strategy).__name__))
+        if isinstance(strategy, ModelParallelStrategy):
+            refuse_on_shards(self.strategy)
         if getattr(strategy, "_ddp_comm_hook", None) is not None:
             raise WrongState(
                 "DDPStrategy has a ddp_comm_hook, and DDP takes one hook; leave it out, and give "
@@ -121,9 +125,9 @@ class GradientComm(Callback):
 
     def _attached(self, trainer: Trainer) -> Session:
         model, scaler = trainer.strategy.model, trainer.scaler
-        ddp = isinstance(model, DistributedDataParallel)
-        if model is None or not (ddp or isinstance(trainer.strategy, SingleDeviceStrategy)):
-            raise WrongType(needs_ddp("Trainer", type(trainer.strategy).__name__))
+        distributed = isinstance(model, DistributedDataParallel) or (model is not None and is_fsdp2(model))
+        if model is None or not (distributed or isinstance(trainer.strategy, SingleDeviceStrategy)):
+            raise WrongType(needs_another("Trainer", type(trainer.strategy).__name__))
         module = model
         return attach_for(
             model, self.strategy, only_optimizer(trainer, self.strategy), give="configure_optimizers",

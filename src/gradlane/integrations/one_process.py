@@ -13,6 +13,7 @@ from ..core.strategy import Strategy
 from ..session import Session
 from ..session.one_process import OneProcess
 from ..settings import Options
+from .models import warn_of_ignored_plugin
 from .with_optimizer import attach_for
 
 MARK = "_gradlane_one_process"
@@ -27,8 +28,9 @@ def attached(
     give: str,
     options: Options,
 ) -> Session:
-    """Attach to the DDP model of an Accelerator, or to the plain model of a single process."""
+    """Attach to the model of an Accelerator, of DDP or FSDP2, or to the plain model of a single process."""
     scaler = accelerator.scaler
+    warn_of_ignored_plugin(model)
 
     def alone(strategy: Strategy) -> Session:
         session = OneProcess(model, strategy, scaler=scaler, **options)

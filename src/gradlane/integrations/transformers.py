@@ -21,6 +21,7 @@ from ..strategies.ledgers import follow, reset_state
 from ..torch_internals import uncompiled
 from ..with_optimizer import needs_optimizer
 from .agreed_weights import AgreedWeights
+from .models import is_fsdp2, refuse_fsdp1
 from .one_process import attached
 from .resume import load_from
 from .with_optimizer import forget_state, warn_of_clipping
@@ -33,6 +34,7 @@ SHOWN = (
     "comm/bytes_wire", "comm/ratio", "comm/seconds", "comm/exposed_seconds", "comm/residual_norm",
     "local/rounds", "local/ratio", "local/drift",
 )  # fmt: skip
+FSDP2 = "TrainingArguments(fsdp=True, fsdp_config={'fsdp_version': 2})"
 GIVE = "Trainer(..., optimizers=(optimizer, None))"
 
 
@@ -146,14 +148,16 @@ class GradientComm(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._close()  # a batch size that was too large begins again
-        wrapped = self._trainer.model_wrapped
-        model = uncompiled(wrapped)  # a compiled module holds the one with the gradients
-        one_process = args.parallel_mode == ParallelMode.NOT_PARALLEL
-        if not isinstance(model, DistributedDataParallel) and not one_process:
-            raise WrongType(
-                f"gradlane works on DDP models, and the Trainer made a {type(model).__name__}; use it "
-                "without FSDP, DeepSpeed and tensor parallelism"
-            )
+        model = wrapped = self._trainer.model_wrapped
+        if not is_fsdp2(wrapped):
+            model = uncompiled(wrapped)  # a compiled module holds the one with the gradients
+            one_process = args.parallel_mode == ParallelMode.NOT_PARALLEL
+            if not isinstance(model, DistributedDataParallel) and not one_process:
+                refuse_fsdp1(wrapped, FSDP2)
+                raise WrongType(
+                    f"gradlane works on models of DDP and FSDP2, and the Trainer made a "
+                    f"{type(model).__name__}; use it without DeepSpeed and tensor parallelism"
+                )
         strategy, optimizer = self._strategy, self._trainer.optimizer
         if self.attachment is not None:
             follow(self.attachment.strategy, strategy)  # it may have been swapped

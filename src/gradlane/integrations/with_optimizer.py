@@ -18,7 +18,14 @@ from ..session.local_training import LocalTraining
 from ..settings import ScaledOptions
 from ..strategies.schedule import After
 from ..strategies.text import describe
-from ..with_optimizer import Attach, attach_with_optimizer, needs_optimizer, sends_momentum
+from ..with_optimizer import (
+    Attach,
+    attach_with_optimizer,
+    needs_optimizer,
+    refuse_on_shards,
+    sends_momentum,
+)
+from .models import is_fsdp2
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,8 +40,10 @@ def attach_for(
     give: str,
     **options: Unpack[ScaledOptions],
 ) -> Session:
-    """Attach to a DDP model or to the plain model of a single process, with what the strategy does to the
-    optimizer. ``give`` is how a user of this framework gives one."""
+    """Attach to a model of DDP or FSDP2, or to the plain model of a single process, with what the strategy
+    does to the optimizer. ``give`` is how a user of this framework gives one."""
+    if is_fsdp2(model):
+        refuse_on_shards(strategy)
     if optimizer is None and needs_optimizer(strategy):
         raise InvalidValue(
             f"{describe(strategy, short=True)} works with the optimizer, and none was given; write {give}"

@@ -29,17 +29,19 @@ class FiniteCheck:
         self.on = False
         self.agreed = FINE
         """The rating of the last step by all ranks together; set when the step ended."""
-        self._carried = False
+        self._carried = self._spoiled = False
         self._results: list[Bucket] = []
         self._finite: list[Tensor | bool] = []
         self._asked: tuple[weakref.ref[Strategy], int] | None = None  # the last strategy, and its step
         self._is_our_own = False
 
-    def begin(self, *, carried: bool = False) -> None:
+    def begin(self, *, carried: bool = False, spoiled: bool = False) -> None:
+        """``spoiled``: a gradient of a skipped step is still there on this rank, and the result will be added
+        to it."""
         self._results.clear()
         self._finite.clear()
         self.agreed = FINE
-        self._carried = carried
+        self._carried, self._spoiled = carried, spoiled
 
     def add(self, strategy: Strategy, bucket: Bucket, reduced: Reduced) -> None:
         """The result of a bucket."""
@@ -63,7 +65,7 @@ class FiniteCheck:
     def seen(self) -> int:
         """This rank's rating."""
         if all(map(bool, self._finite)):
-            return FINE
+            return CARRIED if self._spoiled else FINE
         return CARRIED if self._carried else BAD
 
     def names(self) -> list[str]:

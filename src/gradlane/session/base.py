@@ -122,7 +122,8 @@ class Session(Checkpoints):
 
     def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks | None:
         """What keeps optimizers from the gradients of a skipped step; None if that is not wanted."""
-        return OptimizerHooks(module.named_parameters(), weakly(self._synced, default=True))
+        found = ((name, weakref.ref(parameter)) for name, parameter in module.named_parameters())
+        return OptimizerHooks(found, weakly(self._synced, default=True))
 
     def _loss_scaler(self) -> Scaler | None:
         """The scaler whose factor is in the buckets."""

@@ -20,6 +20,7 @@ from ..errors import InvalidValue, RanksDisagree
 from ..feed.fsdp import FsdpFeed, FsdpGroup
 from ..feed.fsdp_comms import ALL_GATHER, REDUCE_SCATTER, Carrier, FsdpWaits, ScatterComm, WatchedComm
 from ..feed.fsdp_model import FsdpModel
+from ..feed.optimizer_hooks import OptimizerHooks
 from ..fsdp_internals import (
     before_post_backward,
     reduces,
@@ -36,7 +37,8 @@ from ..strategies.across_replicas import AcrossReplicas
 from ..strategies.hierarchical import Hierarchical
 from ..strategies.text import describe, saved_by
 from ..strategies.weighted import WeightedMean
-from .base import Session
+from ..torch_internals import uncompiled
+from .base import Session, weakly
 
 if TYPE_CHECKING:
     from .distributed_state import MeshState
@@ -63,8 +65,9 @@ class ShardedAttachment(Session):
         self.on_close: Callable[[], None] = lambda: None
         """Set by ``attach``: what else is to do at close."""
         group, mesh = self._model.ranks()
+        inner = uncompiled(model)
         super().__init__(
-            model, model, group, self._model.device, self._working(strategy), settings, doing="attach",
+            inner, inner, group, self._model.device, self._working(strategy), settings, doing="attach",
             must_agree={"mesh": self._model.text}, mesh=mesh,
         )  # fmt: skip
         try:
@@ -150,6 +153,13 @@ class ShardedAttachment(Session):
                 "fully_shard(model, mesh=init_device_mesh('cpu', (replicas, shards)))"
             )
         return strategy
+
+    def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks:
+        # Between two steps a module may have whole parameters instead of those that the optimizer has.
+        found = self._model.finders()
+        for name, parameter in module.named_parameters():
+            found.setdefault(name, weakref.ref(parameter))  # one that FSDP ignores
+        return OptimizerHooks(found.items(), weakly(self._synced, default=True), adds_means=True)
 
     def _described(self, parameters: list[Parameter]) -> list[Parameter]:
         """With the dtype of the gradient that FSDP reduces, which may be wider than the parameter."""
