@@ -303,8 +303,9 @@ def test_swap_takes_what_attach_takes():
 def frozen(rank):
     model = sharded((2, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with gl.attach(model, "Mean()", timeout=20) as attachment, pytest.raises(gl.WrongType, match="full copies"):
-        gl.freeze_moments(optimizer, attachment, after=3)
+    with gl.attach(model, "Mean()", timeout=20) as attachment:
+        with pytest.raises(gl.WrongType, match="full copies"):
+            gl.freeze_moments(optimizer, attachment, after=3)
     return True
 
 
