@@ -3,19 +3,20 @@
 import contextlib
 import gc
 import itertools
+import logging
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..support.fsdp import WIDTH, Odd, batch, replicas_equal, sharded, shards
+from ..support.fsdp import WIDTH, Odd, batch, mesh_of, replicas_equal, sharded, shards
 
 INT4 = "ErrorFeedback(Sharded(Int4()))"
 
@@ -303,14 +304,37 @@ def test_swap_takes_what_attach_takes():
 def frozen(rank):
     model = sharded((2, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with gl.attach(model, "Mean()", timeout=20) as attachment:
-        with pytest.raises(gl.WrongType, match="full copies"):
-            gl.freeze_moments(optimizer, attachment, after=3)
+    with gl.attach(model, "Mean()") as attachment, pytest.raises(gl.WrongType, match="full copies"):
+        gl.freeze_moments(optimizer, attachment, after=3)
     return True
 
 
 def test_moments_of_shards_are_not_frozen():
     assert run_ranks(frozen, 4) == [True] * 4
+
+
+def partly(rank):
+    """The blocks are sharded, and the rest of the model is not."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("gradlane").addHandler(handler)
+    model = Odd()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of((2, 2)))
+    with gl.attach(model, "Mean()", timeout=20) as attachment:
+        model(batch(rank, 0)).backward()
+        step = attachment.step
+    whole = sharded((2, 2), model=Tied)
+    gl.attach(whole, "Mean()", timeout=20).close()
+    return step, lines
+
+
+def test_a_parameter_outside_of_fsdp_is_named():
+    for step, lines in run_ranks(partly, 4):
+        assert step == 1
+        assert len(lines) == 1
+        assert "spare and 2 more is trained, and outside of FSDP" in lines[0]
 
 
 def two_hops(rank, text):

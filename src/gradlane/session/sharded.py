@@ -32,6 +32,7 @@ from ..fsdp_internals import (
 )
 from ..lane.open import Opened
 from ..lane.thread import ThreadLane
+from ..log import log
 from ..settings import Settings
 from ..strategies.across_replicas import AcrossReplicas
 from ..strategies.hierarchical import Hierarchical
@@ -70,6 +71,7 @@ class ShardedAttachment(Session):
             inner, inner, group, self._model.device, self._working(strategy), settings, doing="attach",
             must_agree={"mesh": self._model.text}, mesh=mesh,
         )  # fmt: skip
+        self._warn_of_others(inner)
         try:
             self._refuse_other_weights()
         except BaseException:
@@ -208,6 +210,20 @@ class ShardedAttachment(Session):
         waits = FsdpWaits(shards, opened.lane, self._step, limit=opened.board.limit, of_group=of_group)
         opened.lane.when_idle = waits.check
         return waits
+
+    def _warn_of_others(self, module: nn.Module) -> None:
+        """Parameters that no ``fully_shard`` call took: each rank has gradients of its own for them."""
+        known = self._model.own()
+        ids = {id(own) for own in known.values()}
+        trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        if others := [name for name, p in trained if name not in known and id(p) not in ids]:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            log.warning(
+                "attach: %s%s is trained, and outside of FSDP: nobody reduces its gradient. Call "
+                "fully_shard(model) on the whole model last, or reduce it yourself",
+                others[0],
+                more,
+            )
 
     def _refuse_other_weights(self) -> None:
         """FSDP sends nobody's weights when it shards a model: replicas that differ would never be equal."""
