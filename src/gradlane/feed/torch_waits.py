@@ -73,7 +73,8 @@ class TorchWaits(ABC):
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, name="gradlane-late", daemon=True).start()
-        if self._shorter and now - self._since > self._limit.seconds:
+        # If the lane has lost a rank, torch waits for the same one: that it has waited long enough is known.
+        if self._lane.has_lost_a_peer or (self._shorter and now - self._since > self._limit.seconds):
             self._since = now
             self._sever()
 

@@ -18,7 +18,7 @@ from ..core.collectives import Request
 from ..core.events import Listener, WeakListener
 from ..core.running import Driver, Running
 from ..core.strategy import Reduced, Strategy
-from ..errors import PeerFailed, RanksDisagree, WrongState
+from ..errors import PeerFailed, PeerLost, RanksDisagree, WrongState
 from ..log import log
 from ..torch_internals import span
 from .base import (
@@ -113,6 +113,11 @@ class ThreadLane(Driver[Job]):
     def take_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None
         return failure
+
+    @property
+    def has_lost_a_peer(self) -> bool:
+        """Whether the failure that nobody has taken yet is a lost rank."""
+        return isinstance(self._failure, PeerLost)
 
     def forget_failure(self) -> None:
         self._stopped_step = self._failure = None
