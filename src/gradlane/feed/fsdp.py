@@ -156,7 +156,9 @@ class FsdpFeed:
             self._ended_by, self._error, self._count = backward, None, 0
             self._seen.clear()
             self._late.clear()
-            call_after_backward(self._backward_ended)
+            # Queued twice, to come after FSDP's own callbacks: a model may have several roots, and groups
+            # whose inputs need no gradient come in those callbacks.
+            call_after_backward(lambda: call_after_backward(self._backward_ended))
             try:
                 self.step.begin(self._strategy())
             except Exception as error:  # noqa: BLE001  raised at the end, when FSDP is done
