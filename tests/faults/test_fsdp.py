@@ -92,8 +92,7 @@ def kill(name, victim, delay):
 @pytest.mark.parametrize("name", MESHES)
 def test_a_killed_rank_is_named_by_all_others(name):
     chance = drawing(f"kill, {name}")
-    for _ in range(2):
-        kill(name, chance.randrange(ranks_of(name)), chance.uniform(0, 0.02))
+    kill(name, chance.randrange(ranks_of(name)), chance.uniform(0, 0.02))
 
 
 @pytest.mark.slow
@@ -104,7 +103,8 @@ def test_killed_at_twenty_points(name):
         kill(name, chance.randrange(ranks_of(name)), chance.uniform(0, 0.05))
 
 
-@pytest.mark.parametrize("name", ["hsdp", pytest.param("one dimension", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hsdp", "one dimension"])
 def test_a_stopped_rank_is_named_in_time(name):
     chance = drawing(f"stop, {name}")
     victim = chance.randrange(1, ranks_of(name))  # rank 0 has the store, in which the others find who is late

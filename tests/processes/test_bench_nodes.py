@@ -130,6 +130,7 @@ def test_arms_on_hsdp_are_compared_with_ddp_and_with_torchs_own(shaped):
     assert rows[ON_HSDP]["phases"] is not None
 
 
+@pytest.mark.slow
 def test_without_emulation_the_ranks_still_know_their_nodes(monkeypatch):
     monkeypatch.setattr(hosts_module, "why_not", lambda: "no root in this test")
     local = "LocalSteps(Mean(), every=2, buffers='own')"

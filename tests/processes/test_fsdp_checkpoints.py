@@ -56,8 +56,17 @@ def in_two(rank, shape, text, copies, folder):
     return shards(model)
 
 
-@pytest.mark.parametrize("text", [INT4, POWERSGD, NESTEROV])
-@pytest.mark.parametrize(("shape", "copies"), [((2, 2), False), ((2,), True)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "copies", "text"),
+    [
+        ((2, 2), False, INT4),
+        ((2,), True, POWERSGD),
+        pytest.param((2, 2), False, POWERSGD, marks=pytest.mark.slow),
+        pytest.param((2, 2), False, NESTEROV, marks=pytest.mark.slow),
+        pytest.param((2,), True, INT4, marks=pytest.mark.slow),
+        pytest.param((2,), True, NESTEROV, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resume_is_bit_identical(shape, copies, text, tmp_path):
     ranks = 4 if len(shape) == 2 else 2
     whole = run_ranks(whole_run, ranks, shape, text, copies)
@@ -99,9 +108,12 @@ def total(everyone):
     return found
 
 
+OTHER_MESHES = [((2, 2), (2, 1)), ((2, 2), (1, 2)), ((2, 1), (2, 2)), ((1, 4), (1, 2)), ((2, 2), (3, 1))]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2), (2, 1)), ((2, 2), (1, 2)), ((2, 1), (2, 2)), ((1, 4), (1, 2)), ((2, 2), (3, 1))],
+    [pytest.param(*each, marks=pytest.mark.slow if n > 1 else ()) for n, each in enumerate(OTHER_MESHES)],
 )
 def test_another_mesh_keeps_the_sum_of_residuals(before, after, tmp_path):
     old = total(run_ranks(saved, before[0] * before[1], before, INT4, str(tmp_path)))

@@ -121,8 +121,11 @@ def poison(grad):
     return grad
 
 
-QUICK = ["ddp", "own loop", "replicate", "fsdp"]
-EVERY = [*QUICK, pytest.param("hsdp", marks=pytest.mark.slow)]
+EVERY = [
+    "ddp",
+    "fsdp",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("own loop", "replicate", "hsdp")),
+]
 
 
 def ranks_of(kind):
@@ -147,7 +150,7 @@ def test_copies_stay_bit_equal_and_the_mean_is_torchs(kind):
     assert all(changed)
 
 
-@pytest.mark.parametrize("kind", ["own loop", "ddp"])
+@pytest.mark.parametrize("kind", ["own loop", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_nan_in_one_piece_is_skipped_by_all_ranks(kind):
     for _, weights, skipped in run_ranks(trained, 4, kind, INT4, 4, 1):
         assert skipped == [False, False, True, False]
