@@ -18,7 +18,7 @@ from gradlane.lane.stream import StreamLane
 from gradlane.local import run_ranks
 
 from ..support.catalogue import STRATEGIES, ClippedMean
-from ..support.fsdp import Odd, RaisesOn, batch, mesh_of, replicas_equal, sharded, shards
+from ..support.fsdp import Odd, RaisesOn, batch, mesh_of, replicas_equal, residual_sums, sharded, shards
 
 INT4 = "ErrorFeedback(Sharded(Int4()))"
 OPTIMIZERS = {
@@ -446,23 +446,6 @@ def loaded_residual(rank, shape, text, folder):
         return attachment.strategy.cross.memory.state_dict()
 
 
-def summed(everyone):
-    """The sum over replicas of each parameter's residual, joined from its shards and without padding."""
-    model = Odd()
-    total = {}
-    for name, parameter in model.named_parameters():
-        replicas = {}
-        for state in everyone:
-            for key, value in state.items():
-                if key == name or key.startswith(name + "["):
-                    place = int(key[len(name) + 1 :].split("/")[0]) if key != name else 0
-                    replicas.setdefault(place, []).append(value.double())
-        if replicas:
-            rows = torch.cat([torch.stack(replicas[place]).sum(0) for place in sorted(replicas)])
-            total[name] = rows[: parameter.shape[0]]
-    return total
-
-
 OTHER_MESHES = [((2, 2), (2, 1)), ((4, 1), (2, 1)), ((2, 2), (4, 1)), ((2, 1), (2, 3)), ((1, 4), (1, 2))]
 
 
@@ -473,7 +456,7 @@ OTHER_MESHES = [((2, 2), (2, 1)), ((4, 1), (2, 1)), ((2, 2), (4, 1)), ((2, 1), (
 def test_another_mesh_keeps_the_sum_of_residuals(before, after, tmp_path):
     old = run_ranks(saved_residual, before[0] * before[1], before, INT4, tmp_path)
     new = run_ranks(loaded_residual, after[0] * after[1], after, INT4, tmp_path)
-    one, two = summed(old), summed(new)
+    one, two = residual_sums(old), residual_sums(new)
     assert one.keys() == two.keys()
     assert any(value.abs().sum() > 0 for value in one.values())
     for name, value in one.items():

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import gradlane as gl
 from gradlane.local import run_ranks
 
-from ..support.fsdp import Odd, batch, sharded, shards
+from ..support.fsdp import batch, residual_sums, sharded, shards
 
 INT4 = "ErrorFeedback(Sharded(Int4()))"
 POWERSGD = "ErrorFeedback(PowerSGD(1, min_compression_rate=1))"
@@ -92,22 +92,6 @@ def moved(rank, shape, text, folder):
     return attachment.step, state
 
 
-def total(everyone):
-    """The sum over replicas of each parameter's residual, joined from its shards and without padding."""
-    found = {}
-    for name, parameter in Odd().named_parameters():
-        by_place = {}
-        for state in everyone:
-            for key, value in state.items():
-                if key == name or key.startswith(name + "["):
-                    place = 0 if key == name else int(key[len(name) + 1 :].split("/")[0])
-                    by_place.setdefault(place, []).append(value.double())
-        if by_place:
-            rows = torch.cat([torch.stack(by_place[place]).sum(0) for place in sorted(by_place)])
-            found[name] = rows[: parameter.shape[0]]
-    return found
-
-
 OTHER_MESHES = [((2, 2), (2, 1)), ((2, 2), (1, 2)), ((2, 1), (2, 2)), ((1, 4), (1, 2)), ((2, 2), (3, 1))]
 
 
@@ -116,10 +100,10 @@ OTHER_MESHES = [((2, 2), (2, 1)), ((2, 2), (1, 2)), ((2, 1), (2, 2)), ((1, 4), (
     [pytest.param(*each, marks=pytest.mark.slow if n > 1 else ()) for n, each in enumerate(OTHER_MESHES)],
 )
 def test_another_mesh_keeps_the_sum_of_residuals(before, after, tmp_path):
-    old = total(run_ranks(saved, before[0] * before[1], before, INT4, str(tmp_path)))
+    old = residual_sums(run_ranks(saved, before[0] * before[1], before, INT4, str(tmp_path)))
     everyone = run_ranks(moved, after[0] * after[1], after, INT4, str(tmp_path))
     assert {step for step, _ in everyone} == {3}
-    new = total([state for _, state in everyone])
+    new = residual_sums([state for _, state in everyone])
     assert old.keys() == new.keys()
     assert any(value.abs().sum() > 0 for value in old.values())
     for name, value in old.items():

@@ -84,3 +84,19 @@ class RaisesOn(gl.Strategy):
         if (dist.get_rank(), bucket.step, bucket.index) == (self.rank, self.step, self.bucket):
             raise ZeroDivisionError("on purpose")
         return await self.inner.reduce(bucket)
+
+
+def residual_sums(everyone):
+    """The sum over replicas of each parameter's residual, joined from its shards and without padding."""
+    found = {}
+    for name, parameter in Odd().named_parameters():
+        by_place = {}
+        for state in everyone:
+            for key, value in state.items():
+                if key == name or key.startswith(name + "["):
+                    place = 0 if key == name else int(key[len(name) + 1 :].split("/")[0])
+                    by_place.setdefault(place, []).append(value.double())
+        if by_place:
+            rows = torch.cat([torch.stack(by_place[place]).sum(0) for place in sorted(by_place)])
+            found[name] = rows[: parameter.shape[0]]
+    return found
