@@ -25,6 +25,33 @@ def files_of(source: Path) -> set[Path]:
     return {source}.union(*(files_of(source.parent / name) for name in includes))
 
 
+# Where the repository is: the workflow of a release knows, and nobody else needs to.
+ADDRESS = os.environ.get("GRADLANE_REPOSITORY", "").rstrip("/")
+RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:)([^)]+)\)")
+
+
+def description(readme: str, address: str) -> str:
+    """The README for a package index, which has none of its files: links lead to the repository.
+
+    Without an address they are plain text, and pictures are left out.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        picture, text, path = found.groups()
+        if address:
+            return f"{picture}[{text}]({address}/{'raw' if picture else 'blob'}/main/{path})"
+        return "" if picture else text
+
+    return RELATIVE.sub(link, readme)
+
+
+def urls(address: str) -> dict[str, str]:
+    if not address:
+        return {}
+    changes = f"{address}/blob/main/CHANGELOG.md"
+    return {"Source": address, "Issues": f"{address}/issues", "Changelog": changes}
+
+
 class ParallelBuild(build_ext):
     """Compiles the units of an extension at the same time, and not those that are newer than their files."""
 
@@ -50,16 +77,20 @@ class ParallelBuild(build_ext):
             compiler.compile = compile_all
 
 
-setup(
-    cmdclass={"build_ext": ParallelBuild},
-    ext_modules=[
-        Extension(
-            "gradlane.kernels._native",
-            sources=[str(path) for path in sorted(CSRC.glob("*.c"))],
-            depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
-            extra_compile_args=FLAGS,
-            extra_link_args=["-pthread"],
-            optional=True,
-        )
-    ],
-)
+if __name__ == "__main__":
+    setup(
+        long_description=description(Path("README.md").read_text(encoding="utf-8"), ADDRESS),
+        long_description_content_type="text/markdown",
+        project_urls=urls(ADDRESS),
+        cmdclass={"build_ext": ParallelBuild},
+        ext_modules=[
+            Extension(
+                "gradlane.kernels._native",
+                sources=[str(path) for path in sorted(CSRC.glob("*.c"))],
+                depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
+                extra_compile_args=FLAGS,
+                extra_link_args=["-pthread"],
+                optional=True,
+            )
+        ],
+    )

@@ -4,6 +4,7 @@
 #   ./setup.sh cli           what the demo needs, and no more
 #   ./setup.sh frameworks    Lightning, Accelerate and transformers, for tests/integration
 #   GRADLANE_VENV=.venv-ray ./setup.sh test ray    an environment of its own with Ray
+#   GRADLANE_VENV=.venv-triton ./setup.sh test triton    one with Triton, for the kernels of GPUs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 extras=("${@:-test}")

@@ -9,6 +9,7 @@ them. The names that are imported here are the public ones; everything else in t
 - Compression: ``ErrorFeedback``, ``EF21``, ``DGC`` around ``Gathered``, ``Sharded``, ``Summed`` with a codec
   (``Int8``, ``Int4``, ``Int2``, ``Sign``, ``Fp8``, ``Natural``, ``TopK``, ``ChunkTopK``, ``RandomK``,
   ``Raw``), or around ``PowerSGD``, ``AcpSGD``
+- Chosen while training runs: ``Auto``
 - With Adam: ``freeze_moments``, ``SharedMomentum``
 - Robust aggregation: ``Combined`` with a rule (``Median``, ``TrimmedMean``, ``Krum``, ``MultiKrum``,
   ``Bulyan``, ``GeometricMedian``, ``CenteredClipping``, ``NNM``, ``AdaSum``), ``Watch``, ``WorkerMomentum``
@@ -73,6 +74,7 @@ from .simulate.check import Finding, check_strategy
 from .simulate.dryrun import StepCost, dry_run
 from .simulate.ranks import Simulation
 from .strategies.across_replicas import AcrossReplicas
+from .strategies.auto.strategy import Auto
 from .strategies.cast import Cast
 from .strategies.combined import Combined
 from .strategies.dgc import DGC
@@ -107,6 +109,7 @@ __all__ = [
     "AdaSum",
     "After",
     "Attachment",
+    "Auto",
     "Bucket",
     "Bulyan",
     "Cast",

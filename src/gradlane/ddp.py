@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .core.strategy import Strategy
-from .errors import WrongState, WrongType
+from .errors import InvalidValue, WrongState, WrongType
 from .feed.sharded_models import refuse_dtensors, refuse_fsdp1
 from .fsdp_internals import param_groups
 from .lane.base import completed_future
@@ -22,7 +22,14 @@ from .session.attachment import Attachment
 from .session.sharded import ShardedAttachment
 from .settings import ScaledOptions, Settings
 from .strategies.as_strategy import as_strategy
-from .torch_internals import call_after_backward, registered_hook, steps_in_backward, uncompiled
+from .strategies.auto.strategy import Auto
+from .torch_internals import (
+    call_after_backward,
+    has_python_reducer,
+    registered_hook,
+    steps_in_backward,
+    uncompiled,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -37,6 +44,8 @@ class _Port:
 
     def __init__(self) -> None:
         self._attachment: weakref.ref[Attachment] | None = None
+        self.registered = False
+        """Whether DDP calls the hook; ``Auto`` begins without."""
 
     @property
     def attachment(self) -> Attachment | None:
@@ -130,20 +139,34 @@ def _attach_ddp(ddp: DistributedDataParallel, strategy: Strategy, settings: Sett
         )
     _refuse_steps_in_backward(ddp)
     attachment = Attachment(ddp, strategy, settings)
-    if port is None:
-        port = _Port()
-        try:
-            ddp.register_comm_hook(port, gradlane_hook)
-        except BaseException:
-            attachment.close()
-            raise
-        _ports[ddp] = port
-        # DDP searches for such optimizers in its first forward, and registers a hook of its own for them.
-        _before_first_forward(ddp, _refuse_steps_in_backward)
+    try:
+        if port is None:
+            # DDP searches for such optimizers in its first forward, and registers a hook of its own for them.
+            _before_first_forward(ddp, _refuse_steps_in_backward)
+            port = _ports[ddp] = _Port()
+        if not port.registered and not attachment.begin_without_hook(
+            ddp, partial(_register, weakref.ref(ddp))
+        ):
+            _register(weakref.ref(ddp))
+    except BaseException:
+        _ports.pop(ddp, None)
+        attachment.close()
+        raise
     port.attachment = attachment
     vars(ddp)[KEPT] = attachment
     attachment.on_close = partial(_detach, weakref.ref(ddp))
     return attachment
+
+
+def _register(model: "weakref.ref[DistributedDataParallel]") -> None:
+    if (ddp := model()) is not None:
+        if (hook := registered_hook(ddp)) is not None:
+            raise WrongState(
+                f"DDP has the hook {hook!r} registered since Auto was attached, and accepts one; wrap the "
+                "model in DDP again, and do not register that hook"
+            )
+        ddp.register_comm_hook(_ports[ddp], gradlane_hook)
+        _ports[ddp].registered = True
 
 
 def _before_first_forward(ddp: torch.nn.Module, check: Callable[[torch.nn.Module], None]) -> None:
@@ -166,7 +189,7 @@ def _refuse_steps_in_backward(ddp: torch.nn.Module) -> None:
 
 def _detach(ddp: "weakref.ref[DistributedDataParallel]") -> None:
     if (model := ddp()) is not None:
-        _ports[model].attachment = None
+        _ports[model].attachment = None  # without a hook, DDP goes on as if nothing had been attached
         _forget(weakref.ref(model))
 
 
@@ -174,6 +197,11 @@ def _attach_sharded(model: torch.nn.Module, strategy: Strategy, settings: Settin
     inner = uncompiled(model)
     if vars(inner).get(KEPT) is not None:
         raise _attached_already()
+    if isinstance(strategy, Auto):
+        raise InvalidValue(
+            "Auto chooses for DDP models and for loops without DDP, not for FSDP2; attach a strategy: "
+            "'ErrorFeedback(Sharded(Int4()))' on a mesh with replicas, 'Sharded(Int8())' on one without"
+        )
     attachment = ShardedAttachment(model, strategy, settings)
     vars(inner)[KEPT] = attachment
     attachment.on_close = partial(_forget, weakref.ref(inner))
@@ -214,5 +242,10 @@ def _checked_model(ddp: object) -> DistributedDataParallel:
         raise WrongType(
             f"attach needs a DistributedDataParallel model, got {type(ddp).__name__}; wrap it first: "
             "ddp = DistributedDataParallel(model)"
+        )
+    if has_python_reducer(ddp):
+        raise InvalidValue(
+            "with torch._dynamo.config.optimize_ddp='python_reducer' a hook gets single gradients in place "
+            "of DDP's buckets; set it to 'ddp_optimizer', its default, before the model is wrapped"
         )
     return ddp

@@ -162,6 +162,17 @@ def timeout_of_group(group: Any, device: torch.device) -> timedelta:
     return timeout
 
 
+def abort_group(group: Any, device: torch.device) -> None:
+    """End what a group has under way, on this rank; the group cannot be used any more.
+
+    ``ProcessGroup.abort``, since 2.7; ``ProcessGroupNCCL._abort`` before.
+    """
+    if hasattr(group, "abort"):
+        group.abort()
+    elif hasattr(backend := backend_of_group(group, device), "_abort"):
+        backend._abort()
+
+
 # DistributedDataParallel
 
 
@@ -182,6 +193,15 @@ def divides_by_active(ddp: DistributedDataParallel) -> bool:
     ``DDP._divide_by_initial_world_size``, since 2.0.
     """
     return in_join(ddp) and not getattr(ddp, "_divide_by_initial_world_size", True)
+
+
+def has_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """Whether ``torch._dynamo.config.optimize_ddp`` was "python_reducer" when the model was wrapped: then
+    hooks get tuples in place of buckets.
+
+    ``DDP._use_python_reducer``, since 2.3.
+    """
+    return bool(getattr(ddp, "_use_python_reducer", False))
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> list[list[Tensor]]:

@@ -9,6 +9,7 @@ from ..docs.build import build
 pytestmark = pytest.mark.slow
 
 PAGES = ["index", "getting-started", "choosing", "aggregation", "figures", "api/attach", "api/strategies"]
+PAGES += ["command-line", "config-files", "examples"]
 # Tables and code may be wider than the page, each within a box of its own.
 WIDE = """[...document.querySelectorAll('article *')]
     .filter(part => !part.closest('.table-wrapper, .highlight'))
@@ -34,7 +35,6 @@ def test_nothing_overflows_and_nothing_is_fetched(browser, site, name, width):
 def test_search_works_without_a_server(browser, site):
     browser.show(f"{(site / 'search.html').as_uri()}?q=PowerSGD", 1280, "light")
     end = time.monotonic() + 20
-    while not (found := browser.ask("document.querySelectorAll('#search-results li').length")):
-        assert time.monotonic() < end, "the search found nothing"
+    while browser.ask("document.querySelectorAll('#search-results li').length") < 4:  # they come one by one
+        assert time.monotonic() < end, "the search found next to nothing"
         time.sleep(0.1)
-    assert found > 3

@@ -9,9 +9,11 @@ import pytest
 import gradlane
 import gradlane.compat
 import gradlane.doctor
+import gradlane.local
 
 from .build import DOCS, build
 
+pytestmark = pytest.mark.slow  # `make docs` builds it too
 FRAMEWORKS = {"accelerate", "lightning", "ray", "transformers"}
 
 
@@ -28,7 +30,7 @@ def described(site):
 
 
 @pytest.mark.parametrize(
-    "module", [gradlane, gradlane.compat, gradlane.doctor], ids=lambda module: module.__name__
+    "module", [gradlane, gradlane.compat, gradlane.doctor, gradlane.local], ids=lambda module: module.__name__
 )
 def test_every_public_name_is_in_the_reference(module, described):
     public = {f"{module.__name__}.{name}" for name in module.__all__ if name != "__version__"}

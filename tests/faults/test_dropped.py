@@ -106,7 +106,7 @@ def sweep(rank, way, times):
     ("world", "way"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in GRID]
 )
 def test_a_sweep_leaves_nothing_behind(world, way):
-    for before, most, after, alive in run_ranks(sweep, world, way, 20, deadline=100):
+    for before, most, after, alive in run_ranks(sweep, world, way, 12, deadline=100):
         assert max(map(int.__sub__, after, before)) <= 0, (before, most, after)
         # A lane ends a moment after its model; those in a cycle wait for a collection, at eight of them.
         assert most[0] - before[0] < 12 * 8, (before, most)

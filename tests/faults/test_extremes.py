@@ -6,6 +6,7 @@ import torch
 import gradlane as gl
 
 from ..support.catalogue import EVERY, STRATEGIES
+from ..support.grids import dealt
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "scale": (), "b.weight": (3, 2, 2), "none": (0, 4)}
 everyone = pytest.mark.parametrize("name", EVERY)
@@ -72,8 +73,7 @@ def infinite_values(answer):
     return sum(int(value.isinf().sum()) for value in answer.values())
 
 
-@everyone
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(("name", "world"), dealt(EVERY, (2, 4)))
 def test_memory_stays_finite_and_ranks_equal(name, world):
     for kind, make in KINDS.items():
         simulation = gl.Simulation(EVERY[name](), world=world, node_size=2)

@@ -79,7 +79,7 @@ def test_rank_0_and_its_store_are_killed():
     kill_one("int4 feedback", Blow(0, 3, None, chance.uniform(0, 0.05)))
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_stopped(victim):
     chance = drawing(f"stop rank {victim}")
     drawn = Blow.drawn(chance)

@@ -12,6 +12,7 @@ import gradlane as gl
 from gradlane.local import run_ranks
 
 from ..laws.test_undo import equal, tensors
+from ..support.grids import every
 from ..support.training import build, data, replicas_equal
 from .harness import drawn_again
 
@@ -95,11 +96,7 @@ def places_from(seed, count=20, world=2):
     return [(s, chance.randrange(world), chance.randrange(100), chance.choice(BAD)) for s in sorted(steps)]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [text if number % 2 == 0 else pytest.param(text, marks=pytest.mark.slow)
-     for number, text in enumerate(STRATEGIES)],
-)  # fmt: skip
+@pytest.mark.parametrize("strategy", every(3, STRATEGIES))
 def test_all_skip_the_same_steps(strategy):
     """And it is as if these had never been, to the last bit."""
     places = places_from(seed := drawn_again(7), count=12)

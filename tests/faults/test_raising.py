@@ -87,7 +87,9 @@ def points(phase, count):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_kind_of_state_survives(phase):
-    check(list(zip(STATEFUL, points(phase, len(STATEFUL)), strict=True)), 5, 60)
+    """Each in one phase; in all of them in the slow test below."""
+    dealt = STATEFUL[list(PHASES).index(phase) :: len(PHASES)]
+    check(list(zip(dealt, points(phase, len(dealt)), strict=True)), 5, 60)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ FEW = ("1-bit", "powersgd", "ef21 sharded")
 
 
 def test_goes_on_as_if_it_had_not_stopped(tmp_path):
-    check([Case(1, 2, FEW, 10, tmp_path), Case(6, 4, FEW, 10, tmp_path)])
+    check([Case(1, 2, FEW, 10, tmp_path), Case(6, 3, FEW, 10, tmp_path)])
 
 
 HANDS = 4

@@ -67,8 +67,8 @@ def check(name, steps, settled, deadline):
         assert before == after
 
 
-def test_six_hundred_steps_do_not_grow():
-    check("int4 feedback", 600, 100, 60)
+def test_four_hundred_steps_do_not_grow():
+    check("int4 feedback", 400, 100, 60)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The Trainer of transformers with a tiny GPT-2 made from nothing, on two processes."""
 
+import logging
 from functools import cache
 from shutil import rmtree
 
@@ -299,6 +300,24 @@ def test_metrics_arrive_in_the_logs(tmp_path, monkeypatch):
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/comm/bytes_wire")] == [2, 4, 6, 8]
+
+
+def logged_by_name(rank, folder):
+    run, warned = trainer(folder, report_to="none"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("gradlane").addHandler(handler)
+    attach_trainer(run, "Mean()", metrics=["comm/ratio", "comm/bytes_wired"])
+    run.train()
+    return warned, [
+        set(line) & {"comm/ratio", "comm/bytes_wired"} for line in run.state.log_history if "loss" in line
+    ]
+
+
+def test_a_metric_that_is_not_there_is_named_once(tmp_path):
+    warned, lines = ranks(logged_by_name, tmp_path)[0]
+    assert warned == ["there is no metric 'comm/bytes_wired' to log; did you mean comm/bytes_wire?"]
+    assert lines == [{"comm/ratio"}] * (STEPS // 2)
 
 
 class Stop(TrainerCallback):

@@ -100,7 +100,7 @@ def test_what_an_aggregate_returns_is_checked(make, aggregate, error, message):
 
 @both
 def test_what_is_no_aggregate_is_refused_at_once(make):
-    with pytest.raises(gl.WrongType, match=r"got the class Clipped as aggregate; write aggregate=Clipped\("):
+    with pytest.raises(gl.WrongType, match=r"got the class Clipped; write Clipped\(\)"):
         make(gl.Raw(), Clipped)
     with pytest.raises(gl.WrongType, match="aggregate=3 cannot be called; use a function"):
         make(gl.Raw(), 3)

@@ -18,13 +18,14 @@ from ..support.catalogue import (
     NodeFirst,
     ShardedMean,
 )
+from ..support.grids import every
 
 OWN = {
     part.__name__: part for part in (MajorityVote, GatheredMean, ShardedMean, NodeFirst, ClippedMean, Clipped)
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", every(3, EVERY))
 def test_all_of_the_library_keeps_the_laws(name):
     strategy = EVERY[name]()
     worlds = (4, 6) if any(part.uses_nodes for part in parts(strategy)) else (2, 3)

@@ -12,7 +12,7 @@ from gradlane.strategies.feedback import squared_norm
 from gradlane.strategies.text import saved_by
 
 from ..support.catalogue import STRATEGIES, WITH_FEEDBACK, GatheredMean, decayed, median
-from ..support.grids import grid
+from ..support.grids import dealt, grid
 from .test_laws import SHAPES, gradients, simulation
 
 ROUGH = {
@@ -42,19 +42,7 @@ def with_outliers(world, step):
     return given
 
 
-def is_quick(name, world):
-    """A codec without a kernel takes seconds at 8 ranks."""
-    return world == 3 or (world == 8 and not name.startswith("chunk"))
-
-
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        pytest.param(name, world, marks=() if is_quick(name, world) else pytest.mark.slow)
-        for name in WITH_FEEDBACK
-        for world in (2, 3, 4, 5, 8)
-    ],
-)
+@pytest.mark.parametrize(("name", "world"), dealt(WITH_FEEDBACK, (3, 8, 4, 5, 2)))
 def test_what_arrived_what_is_kept_and_what_has_decayed_is_what_was_given(name, world):
     ranks = gl.Simulation(STRATEGIES[name](), world=world)
     missing = {key: torch.zeros(shape, dtype=torch.double) for key, shape in BLOCKS.items()}

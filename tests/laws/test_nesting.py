@@ -44,6 +44,29 @@ def test_a_wrapper_of_ones_own_states_its_rules_in_one_place():
         Halved(gl.Int8())
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: gl.ErrorFeedback(gl.ErrorFeedback(gl.Sharded(gl.Int4()))),
+            "left for ErrorFeedback; use one",
+        ),
+        (lambda: gl.ErrorFeedback(gl.After(3, gl.EF21(gl.Sharded(gl.Int4())))), "the inner one keeps"),
+        (lambda: gl.EF21(gl.ErrorFeedback(gl.Sharded(gl.Int4()))), "nothing is left for EF21; use one"),
+        (lambda: gl.ErrorFeedback(gl.DGC()), "DGC keeps a residual of its own; leave ErrorFeedback out"),
+        (
+            lambda: gl.Combined(gl.Median(), gl.TopK(0.01)),
+            "Combined of Median and TopK: .* is 0",
+        ),
+        (lambda: gl.Gathered(gl.RandomK(0.01), gl.TrimmedMean(1)), "Gathered of TrimmedMean and RandomK"),
+        (lambda: gl.Sharded(gl.ChunkTopK(), gl.NearMedian(2)), "Sharded of NearMedian and ChunkTopK"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make, message):
+    with pytest.raises(gl.InvalidValue, match=message):
+        make()
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_made_once_is_not_refused_later(name):
     for part in parts(EVERY[name]()):

@@ -8,7 +8,7 @@ import torch
 from gradlane.core.strategy import is_undoable, named_states
 
 from ..support.catalogue import EVERY
-from ..support.grids import grid
+from ..support.grids import dealt, grid
 from .test_laws import SHAPES, everyone, gradients, simulation
 
 STAYS = ("spent",)  # what was sent cannot be taken back; test_private.py has the law of it
@@ -50,8 +50,7 @@ def test_every_state_can_be_undone(name):
     assert all(is_undoable(leaf.state) for leaf in leaves), leaves
 
 
-@everyone
-@pytest.mark.parametrize("bucket_bytes", [None, 64])
+@pytest.mark.parametrize(("name", "bucket_bytes"), dealt(EVERY, (None, 64)))
 def test_an_undone_step_leaves_no_trace(name, bucket_bytes):
     disturbed = simulation(name, 3, bucket_bytes=bucket_bytes)
     quiet = simulation(name, 3, bucket_bytes=bucket_bytes)

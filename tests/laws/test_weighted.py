@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import gradlane as gl
 from gradlane.core.bucket import Feedback
+from gradlane.strategies.device_weights import shares_on_device
 from gradlane.strategies.weights import shares
 
 from .test_laws import SHAPES, gradients
@@ -210,6 +211,7 @@ def test_no_share_is_larger_than_max_share(seed, max_share):
     assert ratios == pytest.approx(ratios[:1] * len(ratios))  # who is not cut keeps its ratio to the others
     turned = shares(weights[::-1], max_share)
     assert turned == found[::-1]
+    assert on_device(weights, max_share) == pytest.approx(found)
 
 
 def test_shares_where_few_have_a_weight_or_all_the_same():
@@ -254,8 +256,13 @@ def test_nor_beside_a_rank_of_next_to_no_weight(ranks):
         keeps_to_it([10 ** chance.uniform(0, 9) for _ in range(ranks)] + [1e-12], 1 / ranks)
 
 
+def on_device(weights, max_share):
+    return shares_on_device(torch.tensor(weights, dtype=torch.float64), max_share).tolist()
+
+
 def keeps_to_it(weights, max_share):
     found = shares(weights, max_share)
+    assert on_device(weights, max_share) == pytest.approx(found)
     assert sum(found) == pytest.approx(1)
     assert [share > 0 for share in found] == [weight > 0 for weight in weights]
     counted = sum(weight > 0 for weight in weights)

@@ -20,6 +20,7 @@ from gradlane.bench.bench_arms import bench_arms
 from gradlane.bench.bench_plan import BenchPlan
 from gradlane.bench.link import framed_bytes, parse_link
 from gradlane.bench.rounds import Rounds
+from gradlane.bench.workload import workload
 from gradlane.report.write import write_page
 
 from ..support.leftovers import gone, members, namespaces
@@ -110,6 +111,7 @@ def test_the_page_takes_the_record(record, tmp_path):
     assert "torch.fp16" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 @needs_links
 def test_ledger_and_interface_agree_at_100_mbit():
     arms = ("Mean()", "torch.allreduce", "torch.fp16", "Cast(Mean(), float16)", "Cast(Mean(), bfloat16)",
@@ -198,6 +200,14 @@ def test_an_arm_that_cannot_start_says_why():
 def test_what_cannot_be_measured_is_refused(change, message):
     with pytest.raises(gl.InvalidValue, match=message):
         bench_arms(replace(TINY, **change))
+
+
+def test_a_model_that_returns_no_loss_is_told_so(caplog):
+    workload("tests.support.workloads:tiny")
+    assert "tiny returns a tensor of shape [4, 4] and no loss, so the mean square of it" in caplog.text
+    caplog.clear()
+    workload("tests.support.workloads:with_loss")
+    assert caplog.text == ""
 
 
 def bench(*arguments, env=None):

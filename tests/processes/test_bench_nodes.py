@@ -60,6 +60,7 @@ def crossing(rank):
         seconds = time.perf_counter() - start
         dist.barrier()
         found.append((seconds, sent_bytes() - before))
+        dist.barrier()  # or another rank of the node would send again before this one has counted
     return found
 
 

@@ -137,6 +137,7 @@ def test_the_link_is_what_was_measured():
 CLONE_NEWUTS = 0x04000000
 
 
+@pytest.mark.slow
 @needs_links
 def test_ranks_that_share_the_link_of_a_host_are_told_about_nodes():
     """Two hosts of two ranks, with names and links of their own."""
@@ -157,7 +158,7 @@ def test_ranks_that_share_the_link_of_a_host_are_told_about_nodes():
     assert 50e6 < rate < 110e6
     assert mean.uplink_bytes == mean.wire_bytes
     assert int8.uplink_bytes == pytest.approx(int8.wire_bytes * 4 / 3, abs=2)
-    assert int8.sending_s >= int8.uplink_bytes * 8 / rate
+    assert int8.sending_s > 0.95 * int8.uplink_bytes * 8 / 100e6  # but for the burst
 
 
 def on_two_nodes(rank):

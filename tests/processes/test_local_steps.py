@@ -16,7 +16,7 @@ from ..reference import local_steps as reference
 from ..support.catalogue import STRATEGIES
 from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
-INSIDE = [name for name, make in STRATEGIES.items() if make().takes == "gradients"]
+INSIDE = [name for name, make in STRATEGIES.items() if not isinstance(make(), gl.Auto)]  # for whole steps
 OFTEN = INSIDE[::6]  # strategies of the quick suite
 worlds = pytest.mark.parametrize(
     ("world", "names"),

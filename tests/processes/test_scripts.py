@@ -1,6 +1,7 @@
 """Whole scripts, as a user runs them: torchrun, a real interpreter's end, nothing left behind."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -109,6 +110,31 @@ def test_the_example_learns(launch, example):
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [torchrun, forked])
+def test_the_small_gpt_goes_on_where_it_was_stopped(launch, tmp_path):
+    def run(steps, folder):
+        done = launch(ROOT / "examples" / "gpt.py", "--steps", str(steps), "--checkpoint", str(folder))
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)
+
+    (_, first), (_, last) = run(8, tmp_path / "whole")
+    assert float(last) < float(first) - 1
+    run(5, tmp_path / "parts")
+    assert run(8, tmp_path / "parts") == [("7", last)]
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys):
+    notebook = json.loads((ROOT / "examples" / "own_strategy.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    names = {}
+    for cell in cells:
+        exec(compile(cell, "a cell", "exec"), names)
+    assert re.search(r"mean 32.3 -> 0.00000, vote 32.3 -> 0.0", capsys.readouterr().out)
+    assert names["gl"].check_strategy(names["MajorityVote"]()) == []
+
+
 @launched
 def test_a_rule_of_ones_own_leaves_the_giveaway_alone(launch):
     done = launch(ROOT / "examples" / "own_aggregation.py")
@@ -128,7 +154,7 @@ def test_the_rule_of_ones_own_is_under_fifteen_lines():
     "launch",
     [
         pytest.param(scripts.run, id="python"),
-        pytest.param(partial(forked, ranks=4), id="forked"),
+        pytest.param(partial(forked, ranks=4), id="forked", marks=pytest.mark.slow),
         pytest.param(python, marks=pytest.mark.slow),
         pytest.param(partial(torchrun, ranks=4), id="torchrun", marks=pytest.mark.slow),
     ],

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import gradlane as gl
+from gradlane.kernels.native import kernels_in_use
 from gradlane.local import run_ranks
 from gradlane.telemetry.trace import chrome_trace, read_lines
 
@@ -43,6 +44,13 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     results = run_ranks(record, 2, str(folder))
     return results, [read_lines(folder / f"comm-{rank}.jsonl") for rank in range(2)], folder
+
+
+def test_it_says_which_kernels_are_in_use(recorded):
+    results, files, _ = recorded
+    for (_, _, metrics), lines in zip(results, files, strict=True):
+        assert lines[0]["kernels"] == kernels_in_use()
+        assert metrics["comm/compiled_kernels"] == kernels_in_use().startswith("C, ")
 
 
 def test_every_request_is_a_line_with_all_that_the_event_has(recorded):
@@ -314,3 +322,26 @@ def test_spans_show_in_the_profiler():
     for plain, whole in run_ranks(profiled, 2):
         assert {"gradlane: encode", "gradlane: wait for the lane"} <= plain
         assert {"gradlane: encode", "gradlane: decode", "gradlane: all_reduce bucket 1 phase 1"} <= whole
+
+
+def saved_and_resumed(rank, folder, steps):
+    """Metrics after ``steps`` steps, saved there, beginning with what is saved."""
+    ddp = DistributedDataParallel(build(), bucket_cap_mb=0.005)
+    with gl.attach(ddp, "ErrorFeedback(Sharded(Int8()))") as attachment:
+        if os.path.exists(os.path.join(folder, "manifest.json")):
+            attachment.load(folder)
+        steps_of(ddp, rank, steps)
+        attachment.save(folder)
+        return attachment.metrics()
+
+
+def test_totals_go_on_after_a_resume(tmp_path):
+    whole = run_ranks(saved_and_resumed, 2, str(tmp_path / "whole"), 5)
+    first = run_ranks(saved_and_resumed, 2, str(tmp_path / "parts"), 4)
+    second = run_ranks(saved_and_resumed, 2, str(tmp_path / "parts"), 1)
+    for name in ("steps", "collectives", "bytes_raw", "bytes_payload", "bytes_wire", "ratio"):
+        assert [m[f"comm/{name}"] for m in second] == [m[f"comm/{name}"] for m in whole]
+        assert [m[f"comm/step/{name}"] for m in second] == [m[f"comm/step/{name}"] for m in whole]
+    assert all(b["comm/seconds"] > a["comm/seconds"] > 0 for a, b in zip(first, second, strict=True))
+    (third, *_) = run_ranks(saved_and_resumed, 3, str(tmp_path / "parts"), 1)
+    assert third["comm/steps"] == 1  # other ranks: nobody's total goes on

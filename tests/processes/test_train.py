@@ -74,6 +74,9 @@ def test_bytes_are_those_of_one_rank_from_the_first_step_on(trained):
             run["seconds"] == sorted(run["seconds"]) and run["seconds"][0] == 0 for run in result["runs"]
         )
         assert result["seconds_per_step"] > 0
+    assert dense["phases"] is None
+    assert set(cast["phases"]) == {"encode_s", "queued_s", "collective_s", "decode_s"}
+    assert 0 < cast["phases"]["collective_s"] < cast["seconds_per_step"]
 
 
 def test_local_steps_are_an_arm_that_ends_with_a_round():
@@ -204,7 +207,7 @@ def test_the_page_shows_the_grid(tuned, tmp_path):
     assert "Final loss at each learning rate" in page
     for result in document["results"]:
         for trial in result["tuning"]:
-            assert f"<td>{plain(trial['loss'], 4)}</td>" in page
+            assert f">{plain(trial['loss'], 4)}</td>" in page
 
 
 def test_held_out_text_is_never_trained_on():

@@ -109,6 +109,19 @@ STRATEGIES: dict[str, Callable[[], gl.Strategy]] = {
     "private powersgd, no noise": lambda: gl.Private(
         gl.PowerSGD(1, min_compression_rate=1), clip=100.0, noise_multiplier=0.0
     ),
+    "auto, as in a script": lambda: gl.Auto(
+        among=[
+            gl.Cast(gl.Mean(), torch.bfloat16),
+            gl.ErrorFeedback(gl.Sharded(gl.Int4(block=32))),
+            gl.ErrorFeedback(gl.PowerSGD(1, min_compression_rate=1)),
+        ],
+        replay={
+            1: "ErrorFeedback(Sharded(Int4(block=32)))",
+            2: "ErrorFeedback(PowerSGD(1, min_compression_rate=1))",
+            4: "Cast(Mean(), bfloat16)",
+            6: "ErrorFeedback(Sharded(Int4(block=32)))",
+        },
+    ),
     "after": lambda: gl.After(2, then=gl.Cast(gl.Mean(), torch.bfloat16)),
     "route": lambda: gl.Route(
         {"*.bias": gl.Mean(), "a.*": gl.Cast(gl.Mean(), torch.float16)}, MajorityVote()

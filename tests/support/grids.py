@@ -17,3 +17,19 @@ def grid(*axes, quick):
         pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
         for case in itertools.product(*axes)
     ]
+
+
+def dealt(values, others):
+    """The quick suite has each value with one of the others in turn; all pairs belong to `make test-all`."""
+    values, others = list(values), list(others)
+    return grid(values, others, quick=list(zip(values, itertools.cycle(others), strict=False)))
+
+
+def every(number, values):
+    """Every so many-th value is in the quick suite; the others belong to `make test-all`."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow if at % number else ()
+        )
+        for at, value in enumerate(values)
+    ]

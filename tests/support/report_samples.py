@@ -1,4 +1,4 @@
-"""Documents as ``gradlane bench`` and ``gradlane train`` write them, with figures made up from a formula."""
+"""Documents as ``gradlane bench``, ``train`` and ``plan`` write them, with figures made up from a formula."""
 
 import math
 
@@ -96,6 +96,8 @@ def train_result(arm, ratio, seeds=(0, 1, 2), steps=150, diverged=False):
     result |= {"gap": None if last is None else last - train_run(0, 1, steps)["loss"][-1]}
     result |= {"gap_interval": 0.004 if len(seeds) > 1 and last is not None else None}
     result |= {"bytes_per_step": first["bytes"][-1] / steps, "seconds_per_step": first["seconds"][-1] / steps}
+    if arm != "ddp":
+        result["phases"] = {"encode_s": 0.004, "queued_s": 0.0, "collective_s": 0.01, "decode_s": 0.002}
     there = next((at for at, loss in enumerate(first["loss"]) if loss is not None and loss <= 3.25), None)
     for key, name in (("to_target_s", "seconds"), ("to_target_bytes", "bytes"), ("to_target_steps", "steps")):
         result[key] = None if there is None else first[name][there]
@@ -118,3 +120,42 @@ def train_run(seed, ratio, steps, diverged=False):
 def crashed_training(arm="MajorityVote()"):
     nothing = dict.fromkeys(train_result(arm, 1))
     return nothing | {"arm": arm, "status": "crashed", "detail": TRACEBACK, "runs": []}
+
+
+PLANNED = {"ddp": 1, "Mean()": 1, "Cast(Mean(), bfloat16)": 2, "ErrorFeedback(PowerSGD(4))": 100}
+
+
+def plan_document(rate=1e9, ratios=PLANNED, ranks=2, more=(8, 64)):
+    """A step is compute, and the time of the bytes by the rate."""
+
+    def seconds(ratio, bits, others=1.0):
+        return COMPUTE + 0.001 + DENSE * 8 * others / (ratio * bits)
+
+    settings = {"model": "mlp9m", "parameters": 9424872, "ranks": ranks, "per_node": 1, "link": "1gbit"}
+    document = {"kind": "plan", "format": 1, "made": made("gradlane plan --link 1gbit"), "settings": settings}
+    document |= {"ended": "complete", "note": "", "error": 0.05, "off": False, "ranks": ranks}
+    document |= {"rate_bits": rate, "latency_s": 0.001, "compute_s": COMPUTE}
+    document["results"] = [plan_result(arm, ratio, seconds(ratio, rate), seconds(1, rate), rate)
+                           for arm, ratio in ratios.items()]  # fmt: skip
+    rates = [rate * 10 ** (step / 4 - 2) for step in range(13)]
+    lines = {arm: [seconds(ratio, bits) for bits in rates] for arm, ratio in ratios.items()}
+    document["sweep"] = {"rates_bits": rates, "seconds": lines}
+    document["more_ranks"] = [
+        {"ranks": n, "arm": arm, "seconds": took, "low_s": 0.9 * took, "high_s": 1.2 * took,
+         "speedup": seconds(1, rate, 2 - 2 / n) / took}
+        for n in more for arm, ratio in ratios.items() for took in [seconds(ratio, rate, 2 - 2 / n)]
+    ]  # fmt: skip
+    return document
+
+
+def plan_result(arm, ratio, took, dense, rate):
+    pays = dense / took > 1.1
+    result = {
+        "arm": arm,
+        "loss": {1: "exact", 2: "bf16"}.get(ratio, "lossy"),
+        "node_bytes": round(DENSE / ratio),
+    }
+    result |= {"seconds": took, "exposed_s": took - COMPUTE, "work_s": 0.001, "network_s": took - COMPUTE}
+    result |= {"latency_s": 0.001, "speedup": dense / took, "why": "", "pays_at_any_rate": False}
+    result |= {"verdict": "" if arm == "ddp" else "pays" if pays else "even"}
+    return result | {"pays_below_bits": 5 * rate if pays else None}

@@ -13,8 +13,10 @@ import time
 import warnings
 
 import torch
-import torch._dynamo  # DDP's constructor would, for a second in every rank
 from torch.distributed import TCPStore
+
+sys.modules["triton"] = None  # dynamo would import it, and its bindings may print lines at the end
+__import__("torch._dynamo")  # DDP's constructor would, for a second in every rank
 
 
 def _next_script():

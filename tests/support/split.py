@@ -4,7 +4,8 @@ Every process collects all tests. It claims the tests of one file at a time, by 
 all processes share. The first process claims from the front of the list, the others from the back, until they
 meet: so the tests with ranks, which stand in front and often wait, run beside tests that compute. All files
 with the marker ``networks`` are one claim, the first: no two tests that make network namespaces run at the
-same time.
+same time. Those of the emulated device are the second: its ranks are forked, and an autograd engine that has
+run before the fork, in the code of a page say, does not know the device.
 """
 
 import gc
@@ -13,6 +14,7 @@ from pathlib import Path
 
 WITH_RANKS = ("tests/processes", "tests/faults", "tests/integration")
 NETWORKS = "tests with networks"
+DEVICES = "tests with an emulated device"
 
 
 def pytest_addoption(parser):
@@ -44,7 +46,8 @@ def _claimed(items, folder, backwards):
     order = sorted(groups, key=lambda group: not group.startswith(WITH_RANKS))
     if backwards:
         order.reverse()
-    order.sort(key=lambda group: group != NETWORKS)  # by far the longest: a late start would be waited for
+    # The networks are by far the longest: a late start would be waited for.
+    order.sort(key=lambda group: (group != NETWORKS, group != DEVICES))
     for group in order:
         try:
             (folder / group.replace("/", "-")).touch(exist_ok=False)
@@ -56,4 +59,4 @@ def _claimed(items, folder, backwards):
 def _group(item):
     if item.get_closest_marker("networks"):
         return NETWORKS
-    return item.location[0]
+    return DEVICES if item.location[0].startswith("tests/gpu") else item.location[0]

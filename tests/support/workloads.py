@@ -8,6 +8,15 @@ def tiny():
     return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), torch.randn(4, 32)
 
 
+class WithLoss(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs).square().mean()
+
+
+def with_loss():
+    return WithLoss(32, 4), torch.randn(4, 32)
+
+
 def million():
     return nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), torch.randn(2, 512)
 

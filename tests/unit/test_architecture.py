@@ -102,6 +102,21 @@ def test_private_names_of_torch_are_in_two_files_only():
         assert not [name for name in modules if name.startswith("torch._")], path
 
 
+def test_messages_name_no_file_of_the_documentation():
+    """An installed package has none. Docstrings may, and the one of a file does not get to a user."""
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own = [
+            node.body for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)
+        ]
+        docstrings = {id(body[0].value) for body in own}
+        texts = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings
+        ]
+        assert not [n.value for n in texts if isinstance(n.value, str) and "docs/" in n.value], path
+
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 IMPORTS = """
 import sys, time
 began = time.process_time()
@@ -113,9 +128,9 @@ print(((time.process_time() - began) / torch_seconds, added))
 """
 
 
-def test_import_is_light(tmp_path):
+def test_import_is_light():
     """Beside torch's own import it takes little time, and it needs torch, numpy and safetensors only."""
-    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}  # as installed: compiled once
+    environ = dict(os.environ)
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def imported_once():
@@ -123,7 +138,7 @@ def test_import_is_light(tmp_path):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
         return ast.literal_eval(done.stdout)
 
-    imported_once()
+    imported_once()  # as installed: all modules are compiled
     for _ in range(3):  # a machine that is busy with other things may be slow for a while
         share, modules = imported_once()
         if share < 0.35:

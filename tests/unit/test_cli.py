@@ -3,10 +3,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import gradlane
 from gradlane.cli import main
 from gradlane.kernels.native import kernels_in_use
+from gradlane.kernels.triton_state import device_kernels_in_use
+from gradlane.strategies.text import exported_parts
 
 pytestmark = pytest.mark.networks
 
@@ -24,13 +27,43 @@ def run(*arguments):
 def test_version():
     first, second = run("--version").stdout.splitlines()
     assert first == f"gradlane {gradlane.__version__}"
-    assert second == f"kernels: {kernels_in_use()}"
+    words, on_gpus = second.split("; on GPUs ")
+    assert words == f"kernels: {kernels_in_use()}"
+    assert on_gpus == device_kernels_in_use(torch.device("cuda"))
+
+
+def test_version_says_why_gpus_have_no_kernels(monkeypatch):
+    monkeypatch.setenv("GRADLANE_TRITON", "0")
+    assert run("--version").stdout.endswith("; on GPUs torch (GRADLANE_TRITON=0)\n")
 
 
 def test_help_lists_the_verbs_without_torch():
     code = "import sys; from gradlane.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "demo" in done.stdout
+
+
+def test_without_a_verb_it_shows_the_way(capsys):
+    assert main([]) == 0
+    assert "bench" in capsys.readouterr().out
+
+
+def test_strategies_lists_every_name_of_a_text_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
+    assert listed == set(exported_parts())
+    assert max(map(len, lines)) <= 80
+
+
+def test_strategies_tells_all_about_one(capsys):
+    assert main(["strategies", "PowerSGD"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("PowerSGD(rank=4, min_compression_rate=2")
+    assert "P is made orthonormal" in shown
+    assert main(["strategies", "powersgd"]) == 2
+    assert "did you mean PowerSGD?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -84,7 +117,6 @@ def test_help_lists_the_verbs_without_torch():
         (("train", "--budget", "0"), "budget=0 is not a time to train"),
         (("train", "--json", "no/such/folder/out.json"), "cannot be written"),
         (("train", "--seeds", "some"), "invalid int value"),
-        ((), "the following arguments are required"),
     ],
 )
 def test_bad_input_is_a_message_and_exit_code_2(arguments, message, capsys):
@@ -99,10 +131,7 @@ def test_bad_input_is_a_message_and_exit_code_2(arguments, message, capsys):
 def test_a_task_whose_data_are_not_installed_says_how_to_get_them(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(("train", "--task", "digits", "--steps", "1")) == 2
-    assert (
-        "needs scikit-learn, which is not installed; pip install 'gradlane[digits]'"
-        in capsys.readouterr().err
-    )
+    assert "needs scikit-learn, which is not installed; pip install scikit-learn" in capsys.readouterr().err
 
 
 def test_the_demo_prints_one_table_and_makes_a_page(tmp_path):

@@ -1,7 +1,7 @@
 """The doctor's checks of machines, networks, environments and DDP models."""
 
 import inspect
-from dataclasses import replace
+import json
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from gradlane.doctor.estimates import STRATEGIES, estimates, parse_count
 from gradlane.doctor.finding import Finding
 from gradlane.doctor.interface import Binding, addresses, gloo_binding
 from gradlane.doctor.job import merged
-from gradlane.doctor.machine import check_machine, threads_finding
+from gradlane.doctor.machine import check_machine, gpu_kernels, threads_finding
 from gradlane.doctor.measure_link import MeasuredLink
 from gradlane.doctor.reachability import check_reachability, interface_finding
 from gradlane.doctor.shared_link import check_shared_link, ranks_per_host
+from gradlane.plan.curves import PRIMITIVES, Curve, Curves
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,14 @@ def test_kernels_that_are_switched_off_cost(monkeypatch):
     monkeypatch.setenv("GRADLANE_KERNELS", "sse9")
     found = {finding.topic: finding for finding in check_machine(1, {})}["kernels"]
     assert (found.level, found.advice) == ("broken", "unset GRADLANE_KERNELS")
+
+
+def test_gpus_without_kernels_cost(monkeypatch):
+    assert gpu_kernels([]) == []
+    monkeypatch.setenv("GRADLANE_TRITON", "0")
+    (found,) = gpu_kernels([torch.device("cuda", 0), torch.device("cuda", 1)])
+    assert (found.level, found.what) == ("costs", "torch (GRADLANE_TRITON=0)")
+    assert "unset GRADLANE_TRITON" in found.advice
 
 
 LOOP = Binding("127.0.1.1", "lo", "the host name box resolves to it")
@@ -86,7 +95,7 @@ def test_the_interface_follows_the_variable_then_the_host_name(monkeypatch):
 def test_without_psutil_the_doctor_says_what_to_install(monkeypatch):
     monkeypatch.setattr("gradlane.doctor.interface.psutil", None)
     _, missing = check_reachability({}, 1)
-    assert (missing.level, missing.advice) == ("note", "pip install 'gradlane[cli]'")
+    assert (missing.level, missing.advice) == ("note", "pip install psutil")
     assert "psutil is not installed" in missing.what
 
 
@@ -166,8 +175,14 @@ def test_each_setting_of_ddp_that_costs_is_named_and_no_other():
         doctor.check_ddp(model())
 
 
-def test_estimates_are_bytes_over_rate_and_work():
-    link = MeasuredLink(2, 0.001, 1e6, 1000, dict.fromkeys(STRATEGIES, 1e-9))
+def link_of(latency, rate, ranks, work=0.0):
+    points = ((4096.0, latency + 4096 / rate), (1e9, latency + 1e9 / rate))
+    curves = Curves(ranks, dict.fromkeys(PRIMITIVES, Curve(points)))
+    return MeasuredLink(curves, dict.fromkeys(STRATEGIES, work))
+
+
+def test_estimates_are_the_times_of_requests_and_work():
+    link = link_of(0.001, 1e6, 2, work=1e-9)
     rows = {row.strategy: row for row in estimates(3 * 2**20 + 5, link)}
     plain = rows["Mean()"]
     assert plain.wire_bytes == 4 * (3 * 2**20 + 5)
@@ -175,19 +190,39 @@ def test_estimates_are_bytes_over_rate_and_work():
     assert plain.seconds == pytest.approx(plain.sending_s + (3 * 2**20 + 5) * 1e-9)
     assert rows["Cast(Mean(), bfloat16)"].wire_bytes == plain.wire_bytes // 2
     assert min(rows.values(), key=lambda row: row.seconds).strategy != "Mean()"
+    slow = {row.strategy: row for row in estimates(3 * 2**20 + 5, link.at_rate(1e5))}
+    assert slow["Mean()"].sending_s == pytest.approx(plain.wire_bytes / 1e5, rel=0.01)
+
+
+def test_the_latency_is_that_of_four_kilobytes_and_not_of_four_bytes():
+    """A few bytes take another way through Gloo, whose time is that of no gradient."""
+    curve = Curve(((24.0, 0.2e-3), (4096.0, 0.5e-3), (1e9, 1.0005)))
+    link = MeasuredLink(Curves(2, dict.fromkeys(PRIMITIVES, curve)))
+    assert link.latency_s == 0.5e-3
+    assert link.bytes_per_s == pytest.approx(1e9, rel=1e-3)
+    assert link.largest_bytes == 10**9
+    assert json.loads(json.dumps(link.as_dict()))["curves"]["world"] == 2
 
 
 def test_estimates_count_that_ranks_of_a_host_share_its_link():
     """Four ranks on two hosts: a ring leaves a host once, direct sends leave it from both ranks."""
-    link = MeasuredLink(4, 0.0, 1e6, 1000, dict.fromkeys(STRATEGIES, 0.0))
+    link = link_of(0.0, 1e6, 4)
+    shared = link.shared_by(2)
+    assert (link.ranks_per_host, shared.ranks_per_host, shared.bytes_per_s) == (1, 2, link.bytes_per_s)
     alone = {row.strategy: row for row in estimates(2**20, link)}
-    shared = {row.strategy: row for row in estimates(2**20, replace(link, ranks_per_host=2))}
-    for strategy, row in shared.items():
+    both = {row.strategy: row for row in estimates(2**20, shared)}
+    for strategy, row in both.items():
         assert row.wire_bytes == alone[strategy].wire_bytes == alone[strategy].uplink_bytes
-        assert row.sending_s == pytest.approx(row.uplink_bytes / 1e6)
-    assert shared["Mean()"] == alone["Mean()"]
-    int8 = shared["Sharded(Int8())"]  # of three peers two are on the other host
+        # What was measured between these hosts has the sharing in it: the time does not change.
+        assert row.sending_s == pytest.approx(alone[strategy].sending_s, rel=1e-3)
+    assert both["Mean()"].uplink_bytes == alone["Mean()"].uplink_bytes
+    int8 = both["Sharded(Int8())"]  # of three peers two are on the other host
     assert int8.uplink_bytes == pytest.approx(2 * int8.wire_bytes * 2 / 3, abs=2)
+    # On another link its bytes count: the host's for direct sends, the rank's for a ring.
+    slower = {row.strategy: row for row in estimates(2**20, shared.at_rate(shared.curves.bytes_per_s / 100))}
+    for strategy in ("Mean()", "Sharded(Int8())"):
+        rate = shared.curves.bytes_per_s / 100
+        assert slower[strategy].sending_s == pytest.approx(both[strategy].uplink_bytes / rate, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +245,7 @@ def test_ranks_that_share_a_link_are_told_what_sends_once_for_each_host(hosts, s
     assert (finding.topic, finding.level) == ("nodes", "note")
     assert what in finding.what
     assert advice in finding.advice
-    assert "docs/nodes.md" in finding.advice
+    assert "docs/" not in finding.advice  # an installed package has no such folder
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the page of ``gradlane report`` is made of: numbers, axes, letters, means."""
 
 from gradlane.report.arm_styles import assign
-from gradlane.report.axis import linear, spending
+from gradlane.report.axis import linear, spending, towards_lowest
 from gradlane.report.documents import Point
 from gradlane.report.number_format import byte_size, duration, plain, seconds_column, setting, signed
 from gradlane.report.train_section import mean_curve
@@ -28,6 +28,8 @@ def test_axes():
     wide = spending([1e8, 1e6, 0.0], [1e5], "B")
     assert [text for _, text in wide.ticks()] == ["100\u00a0kB", "1\u00a0MB", "10\u00a0MB", "100\u00a0MB"]
     assert (wide.at(1e5), wide.at(1e8)) == (0, 1)
+    few = spending([7.7, 1.2], [1.2], "s")  # no two decades lie within it
+    assert [text for _, text in few.ticks()] == ["2\u00a0s", "5\u00a0s"]
     assert linear([3.0]).at(3.0) < 1  # one value is no length of axis
 
 
@@ -46,3 +48,16 @@ def test_numbers():
     assert signed(-0.0126, 0.004) == "\u22120.013 \u00b1 0.004"
     assert signed(0.5) == "+0.500"
     assert setting({"a": [1, None], "b": False}) == "a 1, \u2013, b no"
+
+
+def test_the_axis_of_losses_shows_what_differs_at_the_end():
+    """A linear axis from 8.2 to 3.7 has no hundredth of its length for 3.74 and 3.733."""
+    losses = towards_lowest([8.2, 3.733, 3.74])
+    assert losses.at(3.74) - losses.at(3.733) > 0.08
+    assert losses.at(3.733) >= 0
+    assert losses.at(8.2) == 1
+    values = [value for value, _ in losses.ticks()]
+    assert values == sorted(values)
+    assert len(values) > 4
+    assert min(values) < 3.74
+    assert towards_lowest([2.0]).at(2.0) < 1

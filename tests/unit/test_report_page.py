@@ -1,13 +1,16 @@
 """The page of ``gradlane report``: what it holds, and what it says about files it cannot read."""
 
+import csv
 import html
 import json
 import re
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 
 from gradlane.cli import main
+from gradlane.report.write import write_record_page
 
 from ..support import report_samples as samples
 
@@ -37,7 +40,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag, f"{tag} is closed within another element"
 
     def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] not in ("style", "script"):
             self.words.append(data)
 
     def count(self, tag, name, value):
@@ -54,7 +57,7 @@ def page(tmp_path, capsys):
         code = main(["report", *map(str, paths), "--out", str(out)])
         printed = capsys.readouterr()
         assert code == 0, printed.err
-        assert printed.out == f"wrote {out}\n"
+        assert printed.out.endswith(f"wrote {out}\n")
         return Page(out.read_text(encoding="utf-8"))
 
     return make
@@ -62,10 +65,10 @@ def page(tmp_path, capsys):
 
 def assert_clean(page):
     assert not re.search(r"https?:|//\w|url\(|@import", page.source)
-    outside = [a for a in page.attributes if a[1] in ("src", "href", "srcset") and not a[2].startswith("#")]
-    assert not outside
-    assert not re.search(r"\b(nan|inf|None|null|Infinity)\b", page.source)
-    assert "<script" not in page.source
+    links = [a[2] for a in page.attributes if a[1] in ("src", "href", "srcset")]
+    assert not [link for link in links if not link.startswith(("#", "data:text/csv;"))]
+    assert not re.search(r"\b(nan|inf|None|null|Infinity)\b", page.source.partition("<script>")[0])
+    assert page.source.count("<script") == 1
     named = page.count("svg", "role", "img") + page.count("svg", "aria-hidden", "true")
     assert page.source.count("<svg") == named + page.count(
         "svg", "class", "plot"
@@ -87,9 +90,108 @@ def test_everything_that_was_run_is_on_the_page(page):
     assert "threads \u2013 links loopback, 1gbit, 100mbit interleaved yes" in made.text
     assert made.count("svg", "class", "line-chart") == 3
     assert made.count("svg", "class", "timeline") == 3 * 4 * 2
-    assert made.count("svg", "class", "bar") == 3 * 5 + 3 * 4  # no bar for compute alone
+    assert made.count("svg", "class", "bar") == 3 * 5 + 3 * 4 + 5 + 4  # no bar for compute alone
     assert made.source.count('<th scope="col">') > 10
     assert made.source.count("<caption>") == 1 + 3 + 1
+
+
+def test_the_page_answers_first(page):
+    """The verdict, then pictures, then tables; how it was run is folded, at the end."""
+    made = page(samples.train_document())
+    order = ("reached 3.25 bits/byte", 'class="line-chart"', "<table>", '<details class="how">')
+    places = [made.source.index(part) for part in order]
+    assert places == sorted(places)
+    assert made.source.index('class="lead"') < places[0] < made.source.index("<h2>")
+
+
+@pytest.mark.parametrize(
+    ("text", "markup"),
+    [
+        ("`gradlane train --seeds 3` shows", "<code>gradlane train --seeds 3</code> shows"),
+        ("<b> and `a < b`", "&lt;b&gt; and <code>a &lt; b</code>"),
+        ("one ` alone <b>", "one ` alone &lt;b&gt;"),
+    ],
+)
+def test_a_command_in_the_verdict_is_code(text, markup, monkeypatch, page):
+    monkeypatch.setattr("gradlane.report.write.verdict", lambda document: [text])
+    assert markup in page(samples.train_document()).source
+
+
+def test_every_figure_and_table_has_its_numbers_as_csv(page):
+    made = page(samples.bench_document(), samples.train_document(), samples.plan_document())
+    files = {}
+    for tag, name, value in made.attributes:
+        if tag == "a" and name == "href" and value.startswith("data:"):
+            text = unquote(value.partition(",")[2])
+        elif tag == "a" and name == "download":
+            files[value] = list(csv.DictReader(text.splitlines()))
+    assert len(files) == made.source.count("<figure") + made.source.count("<table")
+    run = samples.train_document()["results"][1]["runs"][2]
+    shown = [
+        (float(row["seconds"]), float(row["loss"]))
+        for row in files["file-2-loss-against-seconds.csv"]
+        if (row["arm"], row["seed"]) == ("Cast(Mean(), bfloat16)", "2")
+    ]
+    assert shown == list(zip(run["seconds"], run["loss"], strict=True))
+    assert float(files["file-1-3-phases.csv"][0]["encode, s"]) == 0.004
+    assert files["file-3-plan.csv"][0]["arm"] == "ddp"
+
+
+def test_a_page_of_a_record_in_memory_names_no_file(tmp_path):
+    write_record_page(samples.train_document(), None, tmp_path / "page.html")
+    assert ".json" not in (tmp_path / "page.html").read_text()
+    write_record_page(samples.train_document(), tmp_path / "kept.json", tmp_path / "page.html")
+    assert "in kept.json" in (tmp_path / "page.html").read_text()
+
+
+def test_a_plan_has_its_forecasts_its_crossings_and_more_ranks(page):
+    plan = samples.plan_document()
+    made = page(plan, samples.bench_document())
+    assert_clean(made)
+    assert "One training step was predicted for 4 arms, with 2 ranks." in made.text
+    assert "The fastest is ErrorFeedback(PowerSGD(4)), predicted 7.6 times as fast as plain DDP" in made.text
+    assert "The one that loses least and pays is Cast(Mean(), bfloat16), predicted 1.78 times" in made.text
+    row = "Cast(Mean(), bfloat16) 18.8 MB 192.8 1.78 \u00d7 bf16 pays 5.00 Gbit/s"
+    assert row in made.text.replace("\u00a0", " ")
+    assert "Mean() 37.7 MB 343.6 1.00 \u00d7 exact even no rate" in made.text.replace("\u00a0", " ")
+    chart = made.source[made.source.index('<figure class="single">') :].partition("</figure>")[0]
+    assert chart.count("crossing") == 2  # of the two that pay, each on its own line
+    assert chart.count('class="mean"') == 4
+    assert "compute alone, 41.0 ms" in made.text.replace("\u00a0", " ")
+    assert "pays if it gains more than 10%, twice the error of a forecast" in made.text
+    assert "More ranks, extrapolated: step, its band, speed-up arm 8 ranks 64 ranks" in made.text
+
+
+def test_a_circle_lies_on_the_line_of_its_strategy(page):
+    """At the crossing, half way between two rates on a logarithmic axis."""
+    plan = samples.plan_document(ratios={"ddp": 1, "Cast(Mean(), bfloat16)": 2})
+    rates = plan["sweep"]["rates_bits"]
+    plan["results"][1]["pays_below_bits"] = (rates[4] * rates[5]) ** 0.5
+    source = page(plan).source
+    across, down = map(float, re.search(r'circle cx="([\d.]+)" cy="([\d.]+)" r="3.4"', source).groups())
+    lines = re.findall(r'<path d="M([^"]+)" class="mean"', source)
+    vertices = [tuple(map(float, re.findall(r"[\d.]+", pair))) for pair in lines[1].split("L")]
+    (x1, y1), (x2, y2) = vertices[4:6]
+    assert across == pytest.approx((x1 + x2) / 2, abs=0.1)
+    assert down == pytest.approx((y1 + y2) / 2, abs=0.1)
+
+
+def test_a_plan_that_is_off_says_so_and_draws_ddp_alone(page):
+    plan = samples.plan_document(ratios={"ddp": 1}, more=()) | {"off": True}
+    made = page(plan)
+    assert_clean(made)
+    assert "Off: the link is not the bottleneck, so nothing here can pay. Use plain DDP." in made.text
+    assert "More ranks" not in made.text
+    assert "crossing" not in made.source.partition("</style>")[2]
+
+
+def test_a_plan_whose_sweep_has_holes_is_refused(tmp_path, capsys):
+    plan = samples.plan_document()
+    plan["sweep"]["seconds"]["ddp"].pop()
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert main(["report", str(tmp_path / "plan.json"), "--out", str(tmp_path / "page.html")]) == 2
+    assert "ddp has 12 times for 13 rates" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_arms_that_failed_are_in_tables_and_not_in_charts(page):

@@ -201,7 +201,7 @@ def test_dry_run_refuses_nonsense():
         gl.dry_run(gl.Mean(), {"a": 3}, world=2, step=-1)
     with pytest.raises(gl.InvalidValue, match="bucket_bytes=0 holds nothing"):
         gl.dry_run(gl.Mean(), {"a": 3}, world=2, bucket_bytes=0)
-    with pytest.raises(gl.WrongType, match="dry_run takes a strategy, got int"):
+    with pytest.raises(gl.WrongType, match="got a int, not a strategy; write gradlane"):
         gl.dry_run(3, {"a": 3}, world=2)
 
 

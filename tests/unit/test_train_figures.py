@@ -2,10 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+import gradlane as gl
+from gradlane import Timing
 from gradlane.bench.arm_processes import ArmFailed
+from gradlane.bench.step_timeline import phase_seconds
 from gradlane.train.loss_figures import (
     T_975,
     cost_to,
@@ -13,6 +17,7 @@ from gradlane.train.loss_figures import (
     figures,
     final_step,
     paired_gap,
+    phases_of_runs,
     result,
 )
 from gradlane.train.seed_run import SeedRun
@@ -34,6 +39,31 @@ def run_of(losses, seed=0, every=10, whole=True):
 
 def trained(step, late=0.0, loss=1.0):
     return Trained(start=step + late, end=step + 0.25 + late, loss=loss, sent_bytes=100 * (step + 1))
+
+
+def test_phases_are_means_over_steps_ranks_and_seeds():
+    """Two ranks, of which one waits: 30 and 50 ms a step in one seed, 40 and 60 in the other."""
+    runs = []
+    for seed, more in ((0, 0.0), (1, 0.01)):
+        run = SeedRun(seed, rate=0.1)
+        for step in range(4):
+            waits = [
+                {"encode": 0.002, "collective": 0.03 + more},
+                {"encode": 0.004, "collective": 0.05 + more},
+            ]
+            run.add_step(step, [replace(trained(step), phases=phases) for phases in waits])
+        runs.append(run)
+    assert phases_of_runs(runs) == pytest.approx({"encode_s": 0.003, "collective_s": 0.045})
+    assert phases_of_runs([run_of([8.0, 4.0])]) is None  # of DDP there are none
+
+
+def test_a_request_of_ddp_itself_has_no_phases():
+    """`Auto` leaves steps to DDP: their events are not timed."""
+    timing = Timing(began=0.0, encode=0.1, queued=0.2, collective=0.3, decode=0.4)
+    (event,) = gl.dry_run(gl.Mean(), {"weight": (4,)}, world=2).events
+    assert event.timing is None
+    found = phase_seconds([event, replace(event, timing=timing)])
+    assert found == {"encode": 0.1, "queued": 0.2, "collective": 0.3, "decode": 0.4}
 
 
 def seeds_of(*finals):

@@ -48,7 +48,7 @@ def check_aggregate(aggregate: object, strategy: str) -> None:
     """Refuse what cannot be called, and a class where an instance is meant."""
     if isinstance(aggregate, type):
         name = aggregate.__name__
-        raise WrongType(f"{strategy} got the class {name} as aggregate; write aggregate={name}(...)")
+        raise WrongType(f"{strategy} got the class {name}; write {name}(), with brackets")
     if isinstance(aggregate, GramRule):
         raise WrongType(
             f"{strategy} decides shard by shard, and {type(aggregate).__name__} is about the whole gradient; "

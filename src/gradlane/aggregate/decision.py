@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..core.streams import on_device
 from ..errors import InvalidValue
 from .combine import Aggregate, combine_into
 from .distances import squared_distances
@@ -41,7 +42,7 @@ class Decision:
             out.fill_(torch.nan)
             return
         if len(self.included) < len(rows):
-            rows = rows[list(self.included)]
+            rows = rows[on_device(torch.tensor(self.included), rows.device)]
         if self.mixture is not None:
             self.mixture.write(rows, out, buffer)
         else:

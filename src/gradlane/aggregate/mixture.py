@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.streams import has_streams, on_device
 from .combine import combine_into
 from .rule import RowRule
 
@@ -33,14 +34,14 @@ class Mixture:
 
     def write(self, rows: Tensor, out: Tensor, buffer: Buffer) -> None:
         """The same, into ``out``."""
-        weights = self.weights.to(rows)
+        weights = on_device(self.weights.to(rows.dtype), rows.device)
         if self.then is None:
             torch.mv(rows.t(), weights[0], out=out)
             return
-        count = len(weights)
-        mixed = buffer(count * min(BLOCK, len(out)))
-        for start in range(0, len(out), BLOCK):
-            block = rows[:, start : start + BLOCK]
+        count, size = len(weights), len(out) if has_streams(rows.device) else BLOCK
+        mixed = buffer(count * min(size, len(out)))
+        for start in range(0, len(out), size):
+            block = rows[:, start : start + size]
             width = block.shape[1]
             mix = torch.mm(weights, block, out=mixed[: count * width].view(count, width))
             combine_into(self.then, mix, out[start : start + width])

@@ -30,7 +30,8 @@ class ArmFailed(GradlaneError, RuntimeError):
 class ArmProcesses:
     """``build(rank, *args)`` runs in every rank and returns its step function: ``step(order) -> sample``.
 
-    ``close`` kills the ranks: nothing that they hold outlives them.
+    Between two steps the ranks are stopped, so that waiting arms cost the others nothing. ``close`` kills the
+    ranks: nothing that they hold outlives them.
     """
 
     def __init__(
@@ -46,14 +47,18 @@ class ArmProcesses:
         self.size = ranks
         try:
             self._collect(timeout, "at its start")
+            self._ranks.pause()
         except BaseException:
             self.close()
             raise
 
     def step(self, order: object, timeout: float, where: str) -> list[Any]:
         """One step on every rank; their samples in rank order."""
+        self._ranks.go_on()
         self._ranks.send((order, timeout))
-        return self._collect(timeout, where)
+        samples = self._collect(timeout, where)
+        self._ranks.pause()
+        return samples
 
     def close(self) -> None:
         self._ranks.close()

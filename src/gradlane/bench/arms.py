@@ -13,9 +13,11 @@ from ..ddp import attach
 from ..errors import GradlaneError, InvalidValue
 from ..session import Session
 from ..session.local_training import LocalTraining
+from ..strategies.auto.strategy import Auto
 from ..strategies.text import describe, parse
 from ..with_optimizer import attach_with_optimizer
 from .nodes import Nodes
+from .stopwatch import Stopwatch
 from .torch_hooks import count_collectives, register_hook, torch_hook
 from .traffic import Traffic
 
@@ -36,28 +38,44 @@ class Arm(Traffic):
     ) -> None:
         """``optimizer``: of the training. Local steps count its steps, frozen moments are its own."""
         super().__init__(nodes)
+        self.has_strategy = False  # which tells where the time of its requests went
         self.local: LocalTraining | None = None
+        self._watch = Stopwatch()  # arms stop between their steps, and ``Auto`` must not count that
         self._dense = 0  # bytes of the gradients that DDP itself reduces
+        self._sometimes_dense: Session | None = None  # ``Auto`` leaves some steps to DDP
         per_node = None if nodes is None else nodes.per_node
         if name == DDP:
             self._dense = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
         elif hook := torch_hook(name):
             count_collectives(self)
             register_hook(ddp, *hook)
-        elif optimizer is None:
-            self.attachment: Session = attach(
-                ddp, parse(name), observer=self.on_event, ranks_per_node=per_node
-            )
         else:
-            self.attachment = attach_with_optimizer(
-                ddp, optimizer, name, observer=self.on_event, ranks_per_node=per_node
+            strategy = parse(name)
+            if isinstance(strategy, Auto):
+                strategy.use_clock(self._watch)
+            attached = (
+                attach(ddp, strategy, observer=self.on_event, ranks_per_node=per_node)
+                if optimizer is None
+                else attach_with_optimizer(
+                    ddp, optimizer, strategy, observer=self.on_event, ranks_per_node=per_node
+                )
             )
-            self.local = self.attachment if isinstance(self.attachment, LocalTraining) else None
+            self.attachment: Session = attached
+            self.has_strategy = True
+            self.local = attached if isinstance(attached, LocalTraining) else None
+            self._sometimes_dense = attached if isinstance(strategy, Auto) else None
+
+    def step_begins(self) -> None:
+        """Before each step."""
+        self._watch.start()
 
     def step_done(self) -> None:
         """After each step of the optimizer."""
+        self._watch.stop()
         if self._dense:
             self.add("all_reduce", self._dense, dist.get_world_size())
+        if self._sometimes_dense is not None:
+            self.sent_bytes = int(self._sometimes_dense.metrics()["comm/bytes_wire"])
         if self.local is not None:
             figures = self.local.metrics()  # the warm-up's bytes are in no event
             self.sent_bytes = round(figures["local/bytes_per_step"] * figures["local/steps"])

@@ -50,6 +50,7 @@ def bench_arms(plan: BenchPlan, on_progress: OnProgress = lambda progress: None)
             "bucket_mb": plan.bucket_mb,
             "steps": plan.steps,
             "warmup": plan.warmup,
+            "in_a_row": plan.in_a_row,
             "budget_s": plan.budget_s,
         },
         "ended": ended,

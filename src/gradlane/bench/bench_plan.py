@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..core.strategy import Strategy
 from ..errors import InvalidValue
+from ..strategies.auto.strategy import Auto
 from .arms import COMPUTE, DDP, check_arm, is_hsdp
 from .hsdp import check_hsdp, has_hierarchical
 from .link import Link
@@ -25,6 +26,9 @@ class BenchPlan:
     budget_s: float = 900.0
     timeout_s: float | None = None
     """For one step of one arm."""
+    in_a_row: int = 1
+    """Steps that an arm takes before the next one. Of several the first is not counted: the other arms have
+    used the caches."""
     nodes: Nodes | None = None
     """In place of ``ranks``: nodes of several ranks. None: each rank has its own host."""
 
@@ -40,12 +44,19 @@ class BenchPlan:
             raise InvalidValue(
                 f"warmup={self.warmup}: the first step of DDP differs from the others; use 1 or more"
             )
+        if self.in_a_row < 1:
+            raise InvalidValue(f"in_a_row={self.in_a_row} is no number of steps; use 1 or more")
         for name in ("budget_s", "bucket_mb", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidValue(f"{name}={value:g} is not above 0")
 
     def _check(self, arm: str, strategy: Strategy | None) -> None:
+        if isinstance(strategy, Auto):
+            raise InvalidValue(
+                f"arm {arm!r} decides over some hundred steps, and a bench takes {self.steps}; use "
+                "`gradlane train` with this arm, or `gradlane plan`"
+            )
         if is_hsdp(arm):
             check_hsdp(arm, strategy, self.nodes)
         elif self.nodes is None and strategy is not None and has_hierarchical(strategy):

@@ -46,8 +46,10 @@ class BenchRank:
         bucket_mb: float | None,
         emulated: bool,
         nodes: Nodes | None,
+        in_a_row: int,
     ) -> None:
         self._batch = workload.batch
+        self._in_a_row = in_a_row
         self._interface = INTERFACE if emulated else LOOPBACK
         self._period, self._counted = 1, None
         self._sharded = is_hsdp(arm)
@@ -68,9 +70,14 @@ class BenchRank:
 
     def __call__(self, order: object) -> Sample:
         if self._counted is None:
-            return self._step()
+            return self._steps_in_a_row()
         self._learn()
         return per_step([self._step() for _ in range(self._period)])
+
+    def _steps_in_a_row(self) -> Sample:
+        first = self._step()
+        counted = [self._step() for _ in range(self._in_a_row - 1)]
+        return per_step(counted) if counted else first
 
     @torch.no_grad()
     def _learn(self) -> None:

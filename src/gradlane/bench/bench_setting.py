@@ -110,7 +110,7 @@ class BenchSetting:
         plan, hosts = self._plan, self._hosts
         return ArmProcesses(
             BenchRank, self._ranks, arm, self._work, plan.bucket_mb, hosts.emulated, plan.nodes,
-            prepare=hosts.prepare, timeout=self._round_timeout,
+            plan.in_a_row, prepare=hosts.prepare, timeout=self._round_timeout,
         )  # fmt: skip
 
     def _report(self, arm: str, step: int) -> None:
@@ -123,7 +123,7 @@ class BenchSetting:
 
     @property
     def _round_timeout(self) -> float:
-        period = max(self._periods)
+        period = max(self._plan.in_a_row, *self._periods)
         if self._plan.timeout_s is not None:
             return self._plan.timeout_s * period
         dense = wire_bytes("all_reduce", self._work.gradient_bytes, self._ranks)

@@ -40,12 +40,13 @@ class EmulatedNetwork:
         self.hosts = hosts
         self._descriptors = ExitStack()
         self._namespaces: list[int] = []
+        self._switch = -1
 
     def __enter__(self) -> EmulatedNetwork:
         if (reason := why_not()) is not None:
             raise WrongState(f"links cannot be emulated here: {reason}")
         try:
-            switch = self._namespace()
+            switch = self._switch = self._namespace()
             self._namespaces = [self._namespace() for _ in range(self.hosts)]
             self._build(switch)
         except BaseException:
@@ -83,10 +84,20 @@ class EmulatedNetwork:
             _run(namespace, "ip", ["link set lo up", address, f"link set {INTERFACE} up"])
             _in_thread(partial(_use_reno, namespace))
         if self.link.rate_bits is not None:
-            rule = f"root tbf rate {self.link.rate_bits:.0f}bit burst {self.link.burst_bytes} latency 50ms"
-            _run(switch, "tc", [f"qdisc add dev port{host} {rule}" for host in range(self.hosts)])
-            for namespace in self._namespaces:
-                _run(namespace, "tc", [f"qdisc add dev {INTERFACE} {rule}"])
+            self._shape("add", self.link)
+
+    def change(self, link: Link) -> None:
+        """Give all links another rate, while traffic is under way."""
+        if self.link.rate_bits is None or link.rate_bits is None:
+            raise InvalidValue("an unshaped link has no rate that could change; begin with a rate, as 10gbit")
+        self._shape("change", link)
+        self.link = link
+
+    def _shape(self, how: str, link: Link) -> None:
+        rule = f"root tbf rate {link.rate_bits:.0f}bit burst {link.burst_bytes} latency 50ms"
+        _run(self._switch, "tc", [f"qdisc {how} dev port{host} {rule}" for host in range(self.hosts)])
+        for namespace in self._namespaces:
+            _run(namespace, "tc", [f"qdisc {how} dev {INTERFACE} {rule}"])
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:

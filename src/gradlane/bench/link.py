@@ -30,6 +30,11 @@ class Link:
         share = self.rate_bits / 100e6
         return max(8192, round(65536 * (share if share < 1 else share**0.602)))
 
+    @property
+    def payload_bytes_per_s(self) -> float | None:
+        """What is left for the payload, without headers."""
+        return None if self.rate_bits is None else self.rate_bits / 8 / framed_bytes(1.0)
+
     def seconds(self, sent_bytes: float) -> float:
         """The least time in which a host can send this many bytes, with their headers."""
         if self.rate_bits is None:
@@ -42,7 +47,8 @@ def framed_bytes(sent_bytes: float) -> float:
     return sent_bytes * (MTU + 14) / (MTU + 14 - HEADERS)
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str, fastest: float = FASTEST) -> Link:
+    """``fastest``: more than can be emulated, where the link is only thought of."""
     name = text.strip().lower()
     if name == "none":
         return Link("none", None)
@@ -52,6 +58,8 @@ def parse_link(text: str) -> Link:
             f"link {text!r} is not known; write a rate in {', '.join(UNITS)}, as 100mbit or 2.5gbit, or none"
         )
     rate = float(match[1]) * UNITS[match[2]]
-    if not SLOWEST <= rate <= FASTEST:
-        raise InvalidValue(f"link {text!r} is outside of 100kbit to 100gbit; use a rate between, or none")
+    if not SLOWEST <= rate <= fastest:
+        raise InvalidValue(
+            f"link {text!r} is outside of 100kbit to {fastest / 1e9:g}gbit; use a rate between, or none"
+        )
     return Link(name, rate)

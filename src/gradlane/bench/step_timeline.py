@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core.events import Event
@@ -13,14 +13,15 @@ PHASES = ("encode", "queued", "collective", "decode")
 
 def phases_of(steps: Sequence[Step]) -> dict[str, float]:
     """Seconds per step and rank in each phase."""
-    count = sum(len(step) for step in steps)
-    totals = dict.fromkeys(PHASES, 0.0)
-    for step in steps:
-        for sample in step:
-            for event in sample.events:
-                for phase in PHASES:
-                    totals[phase] += getattr(event.timing, phase)
-    return {f"{phase}_s": total / count for phase, total in totals.items()}
+    samples = [sample for step in steps for sample in step]
+    found = [phase_seconds(sample.events) for sample in samples]
+    return {f"{phase}_s": sum(seconds[phase] for seconds in found) / len(found) for phase in PHASES}
+
+
+def phase_seconds(events: Iterable[Event]) -> dict[str, float]:
+    """The sum over requests, in each phase; those of DDP itself, which ``Auto`` takes too, are not known."""
+    timings = [event.timing for event in events if event.timing is not None]
+    return {phase: sum(getattr(timing, phase) for timing in timings) for phase in PHASES}
 
 
 def timeline_of(step: Step) -> list[dict[str, Any]]:

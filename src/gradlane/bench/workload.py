@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GradlaneError, InvalidValue
+from ..log import log
 from .shaped import Shaped, Shapes, gpt_small_shapes, resnet18_shapes
 
 BATCH = 16
@@ -75,11 +76,19 @@ def workload(name: str) -> Workload:
         raise InvalidValue(f"the model of {name} has no parameter that needs a gradient")
     try:
         with torch.no_grad():
-            loss_of(model(*inputs))
+            output = model(*inputs)
+            loss_of(output)
     except GradlaneError:
         raise
     except Exception as error:
         raise InvalidValue(f"the model of {name} fails on its batch: {_text_of(error)}") from error
+    if output.ndim:
+        log.warning(
+            "the model of %s returns a tensor of shape %s and no loss, so the mean square of it is used; for "
+            "the step of your training return the loss",
+            name,
+            list(output.shape),
+        )
     return found
 
 

@@ -24,6 +24,7 @@ class Files(Sequence[State]):
     def __init__(self, folder: Path, manifest: Manifest, into: Sequence[Leaf] | None = None) -> None:
         self._folder, self._manifest, self._into = folder, manifest, into
         self._read: dict[int, State] = {}
+        self._totals: dict[int, dict[str, float]] = {}
         self.left_out: list[str] = []
 
     @overload
@@ -42,6 +43,11 @@ class Files(Sequence[State]):
     def __len__(self) -> int:
         return self._manifest.world
 
+    def totals(self, rank: int) -> dict[str, float]:
+        """What the rank had counted; nothing in the files of earlier versions."""
+        self[rank]
+        return self._totals[rank]
+
     def _state_of(self, rank: int) -> State:
         manifest = self._manifest
         head, state = read(self._folder / manifest.file(rank), manifest.files[rank])
@@ -51,6 +57,7 @@ class Files(Sequence[State]):
                 raise InvalidValue(
                     f"{manifest.file(rank)} has {key} {head.get(key)!r}, the manifest says {value!r}"
                 )
+        self._totals[rank] = _totals(head)
         if self._into is None:
             return state
         arranged, left_out = rearranged(state, _parts(head), self._into)
@@ -66,6 +73,13 @@ def _parts(head: Mapping[str, Any]) -> Parts:
         return {tuple(map(str, path)): str(owner) for path, owner in head["parts"]}
     except (KeyError, TypeError, ValueError):
         raise InvalidValue("the file does not name the owners of its states; it is damaged") from None
+
+
+def _totals(head: Mapping[str, Any]) -> dict[str, float]:
+    totals = head.get("totals", {})
+    if isinstance(totals, dict) and all(type(value) in (int, float) for value in totals.values()):
+        return totals
+    raise InvalidValue("the totals of the file are not numbers by name; it is damaged")
 
 
 def rearranged(state: State, parts: Parts, leaves: Sequence[Leaf]) -> tuple[dict[str, Any], list[str]]:

@@ -25,17 +25,22 @@ from .tree import part_at, with_part
 class Loaded(NamedTuple):
     step: int
     layout: Layout
+    totals: Mapping[str, float]
+    """What this rank had counted; nothing if the number of ranks has changed."""
+
+
+class Taken(NamedTuple):
+    left_out: list[str]
+    totals: Mapping[str, float]
 
 
 def load(board: Board, path: Path, subject: Subject, strict: bool) -> Loaded:
     manifest = _chosen(board, path, strict)
     before = subject.strategy.state_dict()
-    left_out: list[str] = []
+    taken: list[Taken] = []
     done = False
     try:
-        mine, error = attempted(
-            nothing(lambda: left_out.extend(_take(board, path, manifest, subject, strict)))
-        )
+        mine, error = attempted(nothing(lambda: taken.append(_take(board, path, manifest, subject, strict))))
         size = max(file.size for file in manifest.files) * (1 + manifest.world // board.world)
         _, notes = patient(board, size).agree("load/taken", mine, doing="load")
         _refuse_all_if_one(notes, path, error)
@@ -43,9 +48,9 @@ def load(board: Board, path: Path, subject: Subject, strict: bool) -> Loaded:
     finally:
         if not done:
             subject.strategy.load_state_dict(before)
-    for part in left_out:
+    for part in taken[0].left_out:
         log.warning("load: left out %s", part)
-    return Loaded(manifest.step, manifest.layout)
+    return Loaded(manifest.step, manifest.layout, taken[0].totals)
 
 
 def _chosen(board: Board, path: Path, strict: bool) -> Manifest:
@@ -85,8 +90,8 @@ def _refuse_all_if_one(notes: Sequence[Document], path: Path, error: BaseExcepti
         ) from error
 
 
-def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict: bool) -> list[str]:
-    """Load the state of this rank; returns what was left out, in words."""
+def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict: bool) -> Taken:
+    """Load the state of this rank."""
     strategy, same_world = subject.strategy, manifest.world == board.world
     if strict:
         _refuse_other_run(manifest, subject)
@@ -97,6 +102,7 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
         into=None if strict else [x for x in leaves if same_world or isinstance(x.state, Carried)],
     )
     state = dict(files[board.rank]) if same_world else strategy.carried(files, board.rank, board.world)
+    totals = files.totals(board.rank) if same_world else {}
     slots = slots_of(subject.parameters)
     fitting, wrong = fitting_of(leaves, state, slots)
     if wrong and same_world and any(part.uses_nodes for part in parts(strategy)):  # other nodes, maybe
@@ -106,8 +112,8 @@ def _take(board: Board, path: Path, manifest: Manifest, subject: Subject, strict
         if wrong:
             raise InvalidValue(f"{in_short(wrong)}; strict=False leaves out what does not fit")
         strategy.load_state_dict(state)
-        return []
-    return files.left_out + wrong + _load_fitting(leaves, fitting)
+        return Taken([], totals)
+    return Taken(files.left_out + wrong + _load_fitting(leaves, fitting), totals)
 
 
 def _refuse_other_run(manifest: Manifest, subject: Subject) -> None:

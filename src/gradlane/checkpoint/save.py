@@ -68,6 +68,7 @@ def _write_own(path: Path, name: str, token: str, board: Board, subject: Subject
         "rank": board.rank,
         "world": board.world,
         "parts": [[list(leaf.path), leaf.owner] for leaf in parts],
+        "totals": dict(subject.totals),
     }
     path.mkdir(parents=True, exist_ok=True)
     buckets = sha256(repr(subject.layout).encode()).hexdigest()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ class Subject:
     parameters: Sequence[Parameter]
     layout: Layout
     """The current one; empty before the first step."""
+    totals: Mapping[str, float] = field(default_factory=dict)
+    """What this rank has counted until now, for the metrics of a run that goes on."""
 
     def largest_file(self) -> int:
         """Bytes that a rank may have to write, at most: four copies of the gradient in fp32."""

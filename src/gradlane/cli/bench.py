@@ -7,8 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .json_output import add_json, hand_over, json_output
+
 NAME = "bench"
 HELP = "compare strategies and torch's hooks on emulated links"
+EXAMPLES = """\
+  gradlane bench                       this machine, unshaped
+  gradlane bench --link 1gbit --link 100mbit --page bench.html
+  gradlane bench --arm 'torch.powersgd(4)' --arm "ErrorFeedback(PowerSGD(4))"
+  gradlane bench --model my_model:build --bucket-mb 10 --json bench.json
+  gradlane bench --nodes 2 --per-node 2 --link 1gbit --arm hsdp
+  gradlane bench --config bench.toml   link = ["1gbit"], ..."""
 ARMS = ("torch.fp16", "Cast(Mean(), bfloat16)", "Sharded(Int8())", "ErrorFeedback(Sharded(Int4()))")
 
 
@@ -56,6 +65,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "--steps": {"type": int, "default": 20, "help": "measured steps of each arm (default 20)"},
     "--warmup": {"type": int, "default": 4, "help": "steps before the measured ones (default 4)"},
+    "--in-a-row": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "steps that an arm takes before the next one; of several the first is not counted, since "
+        "other arms have used the caches (default 1)",
+    },
     "--budget": {
         "type": float,
         "default": 900.0,
@@ -68,7 +84,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "an arm whose step takes longer counts as hung "
         "(default: 60, plus ten times the link's time for a dense gradient)",
     },
-    "--json": {"type": Path, "metavar": "FILE", "help": "write all figures as JSON"},
     "--page": {
         "type": Path,
         "metavar": "FILE.html",
@@ -80,6 +95,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, settings in ARGUMENTS.items():
         parser.add_argument(name, **settings)
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     from ..bench.bench_plan import BenchPlan
     from ..bench.link import parse_link
     from ..bench.nodes import nodes_from
-    from ..bench.record import check_writable, write_json
+    from ..bench.record import check_writable
     from ..report.write import write_record_page
     from .bench_table import print_record, progress_bar
 
@@ -99,20 +115,20 @@ def run(options: argparse.Namespace) -> int:
         bucket_mb=options.bucket_mb,
         steps=options.steps,
         warmup=options.warmup,
+        in_a_row=options.in_a_row,
         budget_s=options.budget,
         timeout_s=options.timeout,
         nodes=nodes_from(options.nodes, options.per_node, options.ranks),
     )
-    check_writable(options.json)
     check_writable(options.page)
-    _warn_if_links_cannot_be_emulated(plan.links)
-    with progress_bar(plan.total_steps) as show:
-        record = bench_arms(plan, show)
-    print_record(record)
-    if options.json:
-        write_json(options.json, record)
-    if options.page:
-        write_record_page(record, (options.json or Path("gradlane-bench.json")).name, options.page)
+    with json_output(options.json) as file:
+        _warn_if_links_cannot_be_emulated(plan.links)
+        with progress_bar(plan.total_steps) as show:
+            record = bench_arms(plan, show)
+        print_record(record)
+        if options.page:
+            write_record_page(record, file, options.page)
+    hand_over(record, options.json)
     return 130 if record["ended"] == "interrupted" else 0
 
 

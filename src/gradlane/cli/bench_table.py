@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..bench.bench_setting import StepProgress
+from ..report.verdict import verdict_of_record
+from .arm_labels import labels
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
 COLUMNS: tuple[Column, ...] = (
@@ -26,6 +28,7 @@ COLUMNS: tuple[Column, ...] = (
     ("speed-up\nx ddp", lambda row: _times(row["speedup"])),
     ("of\nlimit", lambda row: _times(row["of_limit"])),
 )
+FIGURES_WIDTH = 62  # of all columns but the first
 ACROSS: Column = ("across\nMB", lambda row: _mb(row["uplink_bytes"]))
 COUNTED: Column = ("inter-\nface MB", lambda row: _mb(row["interface_bytes"]))
 OVER_HSDP: Column = ("\nx hsdp", lambda row: _times(row["speedup_hsdp"]))
@@ -67,37 +70,42 @@ def progress_bar(total: int) -> Iterator[Callable[[StepProgress], None]]:
 
 
 def print_record(record: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
+    console = Console()
     settings = record["settings"]
     for (link, rate, _), group in groupby(
         record["results"], key=lambda row: (row["link"], row["rate_bits"], row["ranks"])
     ):
         rows = list(group)
         between = link if rate else f"{link}, unshaped"
-        console.print(_table(f"{settings['model']}, {_ranks(rows[0])}, {between}", rows))
+        names, legend = labels([row["arm"] for row in rows], console.width - FIGURES_WIDTH)
+        console.print(_table(f"{settings['model']}, {_ranks(rows[0])}, {between}", rows, names))
+        for line in legend:
+            console.print(line, markup=False, highlight=False)
         if rows[0]["note"]:
             console.print(escape(rows[0]["note"]))
         for row in rows:
             if row["detail"]:
                 console.print(escape(f"{row['arm']}: {row['status']}: {row['detail']}"), highlight=False)
     console.print(_legend(record["results"]), style="dim", highlight=False)
+    for sentence in verdict_of_record(record):
+        console.print(sentence, style="bold", markup=False, highlight=False)
     if record["ended"] == "budget":
         console.print(f"The time budget of {settings['budget_s']:g} s ended the run; --budget sets it.")
     elif record["ended"] == "interrupted":
         console.print("Interrupted: the table shows what was measured until then.")
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+def _table(title: str, rows: list[dict[str, Any]], names: list[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
-    table.add_column("arm", overflow="fold", min_width=12)
+    table.add_column("arm", overflow="fold")
     columns = _columns(rows)
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         failed = row["status"] in ("crashed", "hung")
         cells = [row["status"]] + [""] * (len(columns) - 1) if failed else [show(row) for _, show in columns]
-        table.add_row(escape(row["arm"]), *cells)
+        table.add_row(escape(name), *cells)
     return table
 
 

@@ -7,11 +7,16 @@ the job. The exit code is 0 unless something is broken.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
+
+from .json_output import add_json, hand_over, json_output
 
 NAME = "doctor"
 HELP = "check this machine or job, and measure the link between the ranks"
+EXAMPLES = """\
+  gradlane doctor                                  this machine
+  torchrun --nproc-per-node 2 -m gradlane doctor   this job
+  gradlane doctor --parameters 125M --link 1gbit
+  gradlane doctor --json | jq .findings"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,33 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="estimate for a link of this rate, such as 1gbit, in place of the measured one",
     )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="print the report as JSON; with a file, write the JSON there and print the usual text",
-    )
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
-    from ..bench.record import check_writable
     from ..doctor import examine
     from ..doctor.estimates import parse_count
     from .doctor_view import print_report
 
     link = parse_link(options.link) if options.link else None
     parameters = parse_count(options.parameters)
-    file = None if options.json in (None, "-") else Path(options.json)
-    check_writable(file)
-    report = examine(parameters, rate_bits=link.rate_bits if link else None)
-    if report.rank == 0:  # the other ranks of a job have the same report
-        text = json.dumps(report.as_dict(), indent=1)
-        if options.json == "-":
-            print(text)
-        else:
+    with json_output(options.json):
+        report = examine(parameters, rate_bits=link.rate_bits if link else None)
+        if report.rank == 0:  # the other ranks of a job have the same report
             print_report(report, link.name if link and link.rate_bits else None)
-        if file is not None:
-            file.write_text(text + "\n")
+    if report.rank == 0:
+        hand_over(report.as_dict(), options.json)
     return 1 if report.broken else 0

@@ -10,13 +10,15 @@ from rich.table import Table
 from ..doctor.examine import Report
 from ..doctor.finding import Finding
 from ..doctor.measure_link import MeasuredLink
+from .arm_labels import labels
 
 STYLES = {"fine": "green", "note": "cyan", "costs": "yellow", "broken": "bold red"}
 LEGEND = (
-    "Sending: bytes over the rate. Work: measured here on one matrix. Together: their sum, without overlap "
-    "with backward. `gradlane bench` measures complete steps; docs/compression.md says what each strategy "
-    "does to training."
+    "Sending: by the measured times of collectives. Work: measured here on one matrix. Together: their sum, "
+    "without overlap with backward. `gradlane plan` predicts complete steps, `gradlane bench` measures them; "
+    "`gradlane train` shows what they do to the loss."
 )
+FIGURES_WIDTH = 49  # of all columns but the first
 WORTH = 1.1  # speed-up over Mean(); less is noise
 
 
@@ -29,7 +31,10 @@ def print_report(report: Report, rate: str | None) -> None:
     elif not report.broken:
         console.print("There is one rank only: no link to measure.")
     if report.estimates:
-        console.print(_estimates(report, rate))
+        names, legend = labels([row.strategy for row in report.estimates], console.width - FIGURES_WIDTH)
+        console.print(_estimates(report, rate, names))
+        for line in legend:
+            console.print(line, markup=False)
         console.print(_conclusion(report))
         console.print(LEGEND, style="dim")
     if report.broken:
@@ -52,12 +57,12 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
 
 
 def _link(link: MeasuredLink) -> str:
-    large = f"one of {_size(link.largest_bytes)} carries {_rate(link.bytes_per_s)} each way"
-    small = f"an all-reduce of 4 bytes takes {_time(link.latency_s)}"
+    large = f"one that sends {_size(link.largest_bytes)} carries {_rate(link.bytes_per_s)} each way"
+    small = f"an all-reduce of 4 KiB takes {_time(link.latency_s)}"
     return f"\n[bold]Between {link.ranks} ranks[/bold], measured: {small}, {large}\n"
 
 
-def _estimates(report: Report, rate: str | None) -> Table:
+def _estimates(report: Report, rate: str | None, names: list[str]) -> Table:
     where = f"a link of {rate}" if rate else "this link"
     title = f"A gradient of {_count(report.parameters)} parameters on {where}, estimated"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
@@ -67,9 +72,9 @@ def _estimates(report: Report, rate: str | None) -> Table:
     for heading in (size, "sending", "work", "together", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     plain = report.estimates[0].seconds
-    for row in report.estimates:
+    for name, row in zip(names, report.estimates, strict=True):
         table.add_row(
-            escape(row.strategy),
+            escape(name),
             f"{row.uplink_bytes / 1e6:.1f}",
             *(_time(seconds) for seconds in (row.sending_s, row.work_s, row.seconds)),
             f"{plain / row.seconds:.2f}",

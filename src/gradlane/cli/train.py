@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .json_output import add_json, hand_over, json_output
 
 if TYPE_CHECKING:
     from ..train.train_plan import TrainPlan
 
 NAME = "train"
 HELP = "train a small model with each arm: loss against steps, bytes and seconds"
+EXAMPLES = """\
+  gradlane train --arm "Sharded(Int8())" --arm torch.fp16
+  gradlane train --arm "ErrorFeedback(PowerSGD(4))" --seeds 3 --lr 0.05,0.1,0.2
+  gradlane train --task digits --optimizer adam --arm "Cast(Mean(), bfloat16)"
+  gradlane train --link 100mbit --arm "Auto()" --steps 600 --json train.json
+  gradlane train --config train.toml   arm = ["Sharded(Int8())"], ..."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,17 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=900.0,
         help="seconds after which the run ends, with the results until then; tuning counts too (default 900)",
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE.json",
-        help="write all figures as JSON; `gradlane report` makes a page of it",
-    )
+    add_json(parser, "; `gradlane report` makes a page of it")
 
 
 def run(options: argparse.Namespace) -> int:
     from ..bench.link import parse_link
-    from ..bench.record import check_writable, write_json
     from ..train.learning_rates import parse_rates
     from ..train.train_plan import TrainPlan
 
@@ -98,25 +99,23 @@ def run(options: argparse.Namespace) -> int:
     chosen = {name: getattr(options, name) for name in names}
     rates = () if options.lr is None else parse_rates(options.lr)
     plan = TrainPlan(arms=tuple(options.arm), link=parse_link(options.link), lr=rates, **chosen)
-    check_writable(options.json)
-    document = run_and_show(plan)
-    if options.json is not None:
-        write_json(options.json, document)
-        print(f"wrote {options.json}")
+    with json_output(options.json) as file:
+        document = run_and_show(plan)
+    hand_over(document, options.json)
+    if file is not None:
+        print(f"wrote {file}")
     return exit_code(document)
 
 
 def run_and_show(plan: TrainPlan) -> dict[str, Any]:
-    """Run a plan, show its progress and then its table; returns the document."""
+    """Run a plan, show its progress, then its table and what that says; returns the document."""
     from ..train.train_arms import train_arms
-    from .train_view import ProgressLines, console, remarks, table
+    from .train_view import ProgressLines, console, print_document
 
     screen = console()
     with ProgressLines(plan, screen) as progress:
         document = train_arms(plan, progress, on_note=lambda note: print(note, file=sys.stderr))
-    screen.print(table(document))
-    for remark in remarks(document):
-        screen.print(remark, markup=False, highlight=False, soft_wrap=True)
+    print_document(document, screen)
     return document
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,12 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from ..report.number_format import DASH, byte_size, plain, seconds_column, signed
+from ..report.verdict import verdict_of_record
 from ..train.seed_training import ArmProgress
 from ..train.tasks import UNITS
 from ..train.train_plan import TUNING_SEED, TrainPlan
+from .arm_labels import labels
 
 REDRAW_SECONDS = 0.2
 WIDTH = 110  # of output to a file or a pipe
+FIGURES_WIDTH, RATE_WIDTH = 67, 8  # of the table's other columns
 
 
 def console() -> Console:
@@ -83,8 +87,22 @@ def doing(plan: TrainPlan, progress: ArmProgress) -> str:
     return f"{which}  {loss}{status}" if which else f"{loss}{status}"
 
 
-def table(document: dict[str, Any]) -> Table:
-    """The table of a train document; figures that were not measured are dashes."""
+def print_document(document: dict[str, Any], screen: Console) -> None:
+    """The table of a train document, what it says in words, and what did not go as planned."""
+    names = [result["arm"] for result in document["results"]]
+    tuned = any(result["tuning"] for result in document["results"])
+    shown, legend = labels(names, screen.width - FIGURES_WIDTH - tuned * RATE_WIDTH)
+    screen.print(table(document, shown))
+    for line in legend:
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+    for remark in remarks(document):
+        screen.print(remark, markup=False, highlight=False, soft_wrap=True)
+    for sentence in verdict_of_record(document):
+        screen.print(sentence, style="bold", markup=False, highlight=False, soft_wrap=True)
+
+
+def table(document: dict[str, Any], names: Sequence[str] | None = None) -> Table:
+    """The table of a train document; figures that were not measured are dashes. ``names`` of its arms."""
     results, target = document["results"], document["target"]
     step_unit, step_times = seconds_column(result["seconds_per_step"] for result in results)
     goal = "to target" if target is None else f"to {plain(target, 4)}"
@@ -103,9 +121,10 @@ def table(document: dict[str, Any]) -> Table:
         f"{goal}:\nsent",
     ):
         made.add_column(heading, justify="right", no_wrap=True)
-    for result, step_time in zip(results, step_times, strict=True):
+    shown = names or [result["arm"] for result in results]
+    for name, result, step_time in zip(shown, results, step_times, strict=True):
         made.add_row(
-            escape(result["arm"]),
+            escape(name),
             result["status"],
             *([DASH if result["lr"] is None else f"{result['lr']:g}"] if tuned else []),
             plain(result["final_loss"], 4),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.collectives import Payload
 from ..core.message import PayloadLayout
+from ..core.streams import has_streams
 from ..errors import InvalidValue
 from ..kernels.finite import all_finite
 from .checks import check_flat, check_residual, described
@@ -43,20 +44,23 @@ class Codec(ABC):
         """The payload of ``flat``, which does not change. ``out``: tensors of the layout to write into."""
         payload = self._payload(flat, out)
         if _holds_numbers(flat):
-            self._encode(_single(flat), seed, payload)
+            self._encode(self._readable(flat), seed, payload)
         return payload
 
     def decode(self, payload: Payload, out: Tensor, seed: int = 0) -> Tensor:
         """Decode the payload into ``out``, and return it."""
         self._check(payload, out)
-        return _filled(out, lambda wide: self._decode(payload, wide, seed))
+        return self._filled(out, lambda wide: self._decode(payload, wide, seed))
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027  most codecs have nothing to prepare
+        """Find out now which kernels the device has for this codec: the host may wait for the answer."""
 
     def add_decoded(self, payload: Payload, into: Tensor, seed: int = 0) -> None:
         """``into += decoded``, in one pass where the kernels are compiled."""
         self._check(payload, into)
         if not _holds_numbers(into):
             return
-        if _is_single(into):
+        if self.takes(into):
             self._add_decoded(payload, into, seed)
         else:
             wide = torch.empty_like(_flat(into), dtype=torch.float32)
@@ -71,7 +75,7 @@ class Codec(ABC):
         """
         for payload in payloads:
             self._check(payload, out)
-        return _filled(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
+        return self._filled(out, lambda wide: self._decode_sum(payloads, wide, seeds, factor))
 
     def encode_with_feedback(
         self,
@@ -97,14 +101,15 @@ class Codec(ABC):
             self._encode(_single(torch.add(residual, gradient, out=residual_out)), seed, payload)
             keep_finite(residual_out.sub_(self.decode(payload, torch.empty_like(residual_out), seed)))
         else:
-            before = residual if _is_single(residual) else _single(residual)
+            before = residual if self.takes(residual) else _single(residual)
             after = residual_out
-            if not _is_single(residual_out):
+            if not self.takes(residual_out):
                 after = torch.empty_like(before) if before is residual else before
-            self._encode_with_feedback(_single(gradient), before, after, seed, payload)
+            is_finite = self._encode_with_feedback(self._readable(gradient), before, after, seed, payload)
             if after is not residual_out:
                 residual_out.copy_(after)
-            if not self.bounded(payload):  # near the largest number, rounding may have overflowed
+                is_finite = False
+            if not is_finite and not self.bounded(payload):  # rounding a large number may have overflowed
                 keep_finite(residual_out)
         return payload
 
@@ -113,9 +118,13 @@ class Codec(ABC):
         summed over any number of ranks. If it does not, the answer has to be checked."""
         return False
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether the codec works on a tensor as it is; others are converted to fp32."""
+        return tensor.dtype == torch.float32 and tensor.is_contiguous()
+
     @abstractmethod
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
-        """``flat`` is fp32, contiguous and not empty here and below."""
+        """``flat`` is what the codec ``takes``, contiguous and not empty, here and below."""
 
     @abstractmethod
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None: ...
@@ -136,12 +145,26 @@ class Codec(ABC):
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
-    ) -> None:
-        """``residual_out`` may be ``residual``; otherwise its old contents are ignored."""
+    ) -> bool:
+        """``residual_out`` may be ``residual``; otherwise its old contents are ignored. The answer: whether
+        it is known to be finite."""
         self._encode(torch.add(residual, gradient, out=residual_out), seed, payload)
         decoded = torch.empty_like(residual_out)
         self._decode(payload, decoded, seed)
         keep_finite(residual_out.sub_(decoded))
+        return True
+
+    def _readable(self, flat: Tensor) -> Tensor:
+        return flat.detach() if self.takes(flat) else _single(flat)
+
+    def _filled(self, out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+        """``out``, filled by a function that writes what the codec takes."""
+        if _holds_numbers(out):
+            wide = out if self.takes(out) else torch.empty_like(_flat(out), dtype=torch.float32)
+            write(wide)
+            if wide is not out:
+                out.copy_(wide)
+        return out
 
     def _payload(self, flat: Tensor, out: Payload | None) -> Payload:
         check_flat(flat, type(self).__name__)
@@ -173,28 +196,14 @@ class Codec(ABC):
             )
 
 
-def _filled(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
-    """``out``, filled by a function that writes fp32 only."""
-    if _holds_numbers(out):
-        wide = out if _is_single(out) else torch.empty_like(_flat(out), dtype=torch.float32)
-        write(wide)
-        if wide is not out:
-            out.copy_(wide)
-    return out
-
-
 def keep_finite(residual: Tensor) -> None:
     """Set non-finite values to 0."""
-    if not all_finite(residual):
+    if has_streams(residual.device) or not all_finite(residual):
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _holds_numbers(flat: Tensor) -> bool:
     return flat.device.type != "meta" and flat.numel() > 0
-
-
-def _is_single(flat: Tensor) -> bool:
-    return flat.dtype == torch.float32 and flat.is_contiguous()
 
 
 def _single(flat: Tensor) -> Tensor:

@@ -1,37 +1,29 @@
-"""What codecs that work block by block share: pieces, padding, kernels, feedback."""
+"""What codecs that work block by block share: layout, options, and the choice of kernels."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..core.collectives import Payload
 from ..core.message import PayloadLayout
 from ..core.numbers import is_bounded
+from ..core.streams import has_streams
 from ..errors import InvalidValue
+from ..kernels.block_choice import Guarded, blocks_for, blocks_on
+from ..kernels.block_form import BlockForm, Blocks
 from ..kernels.counter import Keys, keys_of
-from ..kernels.native import native_for
-from .base import PIECE, Codec
+from .base import Codec
+from .plain_blocks import PlainBlocks, Rows
 
 STEP, LARGEST = 32, 8192  # a block is a multiple of the first, and fits the kernels' buffers
 TINIEST = 2.0**-100
 """A block whose largest magnitude is below this is sent as zeros: its inverse would overflow."""
 FLOAT_MAX = torch.finfo(torch.float32).max
-
-
-class Rows(NamedTuple):
-    """Some blocks, one per row; the last of all may be padded with zeros."""
-
-    values: Tensor
-    first: int
-    """Index of the first element in the flat gradient."""
-    filled: int
-    """Elements of each row that are not padding."""
 
 
 class BlockCodec(Codec):
@@ -61,104 +53,50 @@ class BlockCodec(Codec):
     def bounded(self, payload: Payload) -> bool:
         return payload[1].is_floating_point() and is_bounded(payload[1])  # no scale is NaN, or infinite
 
+    has_scales: ClassVar[bool] = True
+
     @abstractmethod
-    def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
+    def encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         """Codes (uint8) and scales, row by row."""
 
     @abstractmethod
-    def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
+    def decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
         """The values, row by row."""
 
+    def takes(self, tensor: Tensor) -> bool:
+        if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+            return super().takes(tensor)
+        return isinstance(self._blocks(tensor), Guarded)
+
+    def prepare(self, device: torch.device) -> None:
+        if has_streams(device):
+            blocks_on(self.block_form, PlainBlocks(self), device)
+
+    @property
+    def block_form(self) -> BlockForm:
+        return BlockForm(self.form, self.flags, self.block, self.bits)
+
+    def _blocks(self, tensor: Tensor) -> Blocks:
+        return blocks_for(self.block_form, PlainBlocks(self), tensor)
+
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
-        keys = keys_of(seed)
-        if library := native_for(flat):
-            library.encode_blocks(self.form, self.flags, flat, None, None, self.block, keys, *payload)
-            return
-        for start, stop, rows in self._pieces(flat.numel(), flat.device):
-            self._encode_piece(flat[start:stop], start, rows, keys, payload)
+        self._blocks(flat).encode(flat, None, None, keys_of(seed), payload)
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
-    ) -> None:
-        keys = keys_of(seed)
-        if library := native_for(residual):
-            library.encode_blocks(
-                self.form, self.flags, gradient, residual, residual_out, self.block, keys, *payload
-            )
-            return
-        for start, stop, rows in self._pieces(residual.numel(), residual.device):
-            piece = residual[start:stop]
-            sums = piece + gradient[start:stop]
-            self._encode_piece(sums, start, rows, keys, payload)
-            lost = sums.sub_(self._decode_piece(payload, start, stop, rows, keys))
-            residual_out[start:stop] = torch.where(lost.isnan(), piece, lost)
+    ) -> bool:
+        return self._blocks(residual).encode(gradient, residual, residual_out, keys_of(seed), payload)
 
     def _decode(self, payload: Payload, out: Tensor, seed: int) -> None:
-        keys = keys_of(seed)
-        if library := native_for(out):
-            library.decode_blocks(
-                self.form, self.flags, payload[0], payload[1], self.block, keys, out, add=False
-            )
-            return
-        for start, stop, rows in self._pieces(out.numel(), out.device):
-            out[start:stop] = self._decode_piece(payload, start, stop, rows, keys)
+        self._blocks(out).decode([payload], [keys_of(seed)], out, 1.0, False)
 
     def _decode_sum(
         self, payloads: Sequence[Payload], out: Tensor, seeds: Sequence[int], factor: float
     ) -> None:
-        keys = [keys_of(seed) for seed in seeds]
-        if library := native_for(out):
-            library.decode_many(self.form, self.flags, payloads, self.block, keys, out, factor)
-            return
-        for start, stop, rows in self._pieces(out.numel(), out.device):
-            total = out[start:stop]
-            for number, (payload, own) in enumerate(zip(payloads, keys, strict=True)):
-                values = self._decode_piece(payload, start, stop, rows, own, factor)
-                total.add_(values) if number else total.copy_(values)
+        self._blocks(out).decode(payloads, [keys_of(seed) for seed in seeds], out, factor, False)
 
     def _add_decoded(self, payload: Payload, into: Tensor, seed: int) -> None:
-        keys = keys_of(seed)
-        if library := native_for(into):
-            library.decode_blocks(
-                self.form, self.flags, payload[0], payload[1], self.block, keys, into, add=True
-            )
-            return
-        for start, stop, rows in self._pieces(into.numel(), into.device):
-            into[start:stop].add_(self._decode_piece(payload, start, stop, rows, keys))
-
-    def _pieces(self, numel: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, rows): full blocks in pieces that fit the cache, then the last, if not full."""
-        full = numel // self.block * self.block  # elements in full blocks
-        size = max(1, PIECE // self.block) * self.block if device.type == "cpu" else max(1, full)
-        for start in range(0, full, size):
-            stop = min(start + size, full)
-            yield start, stop, (stop - start) // self.block
-        if full < numel:
-            yield full, numel, 1
-
-    def _encode_piece(self, piece: Tensor, start: int, rows: int, keys: Keys, payload: Payload) -> None:
-        count = piece.numel() // rows
-        values = piece if count == self.block else pad(piece, (0, self.block - count))
-        found = self._encode_rows(Rows(values.view(rows, self.block), start, count), keys)
-        for part, total in zip(found, payload, strict=True):
-            target = total[start // self.block * part[0].numel() :][: part.numel()]
-            target.copy_(part.reshape(-1)[: target.numel()])
-
-    def _decode_piece(
-        self, payload: Payload, start: int, stop: int, rows: int, keys: Keys, factor: float = 1.0
-    ) -> Tensor:
-        parts = []
-        for total, width in zip(payload, self._widths(), strict=True):
-            part = total[start // self.block * width :][: rows * width]
-            missing = rows * width - part.numel()
-            parts.append((pad(part, (0, missing)) if missing else part).view(rows, width))
-        side = parts[1] if factor == 1.0 else parts[1].to(torch.float32) * factor  # the scales
-        return self._decode_rows(parts[0], side, keys).view(-1)[: stop - start]
-
-    def _widths(self) -> tuple[int, int]:
-        """Entries of each part of the payload for one full block."""
-        codes, side = self.layout(self.block)
-        return codes[0][0], side[0][0]
+        self._blocks(into).decode([payload], [keys_of(seed)], into, 1.0, True)
 
 
 def check_block(codec: str, block: int, *, power_of_two: str = "") -> None:
@@ -172,6 +110,11 @@ def check_block(codec: str, block: int, *, power_of_two: str = "") -> None:
         )
 
 
+def _all_usable(largest: Tensor) -> bool:
+    low, high = torch.aminmax(largest)
+    return bool(low >= TINIEST and high <= FLOAT_MAX)
+
+
 def scaled(rows: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """Rows scaled so that the largest magnitude of each becomes ``top``, and the scales that undo it.
 
@@ -180,8 +123,7 @@ def scaled(rows: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """
     largest = rows.abs().amax(1)
     tops = torch.full_like(largest, top)
-    low, high = torch.aminmax(largest)
-    if low >= TINIEST and high <= FLOAT_MAX:
+    if rows.device.type == "cpu" and _all_usable(largest):  # on a device the host would have to wait
         return rows * (tops / largest)[:, None], largest / tops
     usable = (largest >= TINIEST) & (largest <= FLOAT_MAX)
     safe = torch.where(usable, largest, 1.0)

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from ..core.collectives import Payload
 from ..core.message import PayloadLayout
 from ..core.numbers import is_bounded, is_number
+from ..core.streams import has_streams
 from ..errors import InvalidValue
 from .base import PIECE, keep_finite
 from .packing import pack, pack_places, unpack, unpack_places
@@ -126,14 +127,16 @@ class ChunkTopK(ScatteredCodec):
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
-    ) -> None:
+    ) -> bool:
         total = torch.add(residual, gradient, out=residual_out)
         self._encode(total, seed, payload)
         positions, sent = self._decoded(payload, total.numel())
         taken, unsent = total[positions], sent.isnan()  # nobody can use NaN, so these stay
         total[positions] = torch.where(unsent, taken, taken - sent)
-        if unsent.any():
+        if has_streams(total.device) or unsent.any():
             keep_finite(total)
+            return True
+        return False
 
 
 def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from ..kernels.counter import Keys
-from .blockwise import BlockCodec, Rows, check_block, scaled
+from .blockwise import BlockCodec, check_block, scaled
+from .plain_blocks import Rows
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0, 4), "e5m2": (torch.float8_e5m2, 57344.0, 5)}
 
@@ -35,11 +36,11 @@ class Fp8(BlockCodec):
     def form(self) -> int:  # type: ignore[override]
         return FORMATS[self.format][2]
 
-    def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
+    def encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         dtype, top, _ = FORMATS[self.format]
         codes, scale = scaled(rows.values, top)
         return codes.to(dtype).view(torch.uint8), scale
 
-    def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
+    def decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
         dtype, _, _ = FORMATS[self.format]
         return codes.view(dtype).to(torch.float32).mul_(side)

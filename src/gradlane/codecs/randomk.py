@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..core.collectives import Payload
 from ..core.message import PayloadLayout
-from ..core.numbers import is_bounded
+from ..core.numbers import is_bounded, is_number
+from ..core.streams import has_streams
 from ..errors import InvalidValue
 from ..kernels.counter import draws, keys_of
 from ..kernels.native import native_for
@@ -33,7 +34,7 @@ class RandomK(Codec):
     unbiased: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise InvalidValue(f"RandomK ratio={self.ratio!r}; use a share above 0 and up to 1, such as 0.01")
         if not isinstance(self.run, int) or self.run < 1:
             raise InvalidValue(f"RandomK run={self.run!r}; use a whole number from 1 up")
@@ -78,10 +79,11 @@ class RandomK(Codec):
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
-    ) -> None:
+    ) -> bool:
         self._encode(torch.add(residual, gradient, out=residual_out), seed, payload)
         self._scatter(payload, residual_out, seed, -1.0)
         keep_finite(residual_out)
+        return True
 
     def _scatter(self, payload: Payload, into: Tensor, seed: int, factor: float) -> None:
         if library := native_for(into):
@@ -89,8 +91,11 @@ class RandomK(Codec):
             library.random_scatter(payload[0], self.run, units, keys_of(seed), into, factor)
             return
         positions, inside, _ = self._positions(into, seed)
-        values = payload[0].view_as(positions)[inside]
-        into[positions[inside]] += values * factor
+        values = torch.where(inside, payload[0].view_as(positions) * factor, 0.0)
+        if has_streams(into.device):  # positions beyond the end add 0 to the last element
+            into.index_add_(0, positions.view(-1), values.view(-1))
+        else:
+            into[positions[inside]] += values[inside]
 
     def _positions(self, flat: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """For each run: the positions, which of them exist (the last run may reach beyond the end), and

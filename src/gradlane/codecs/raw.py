@@ -55,10 +55,11 @@ class Raw(Codec):
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
-    ) -> None:
+    ) -> bool:
         if self.value == "float32":
             torch.add(gradient, residual, out=payload[0])
             residual_out.zero_()
         else:
             payload[0].copy_(torch.add(gradient, residual, out=residual_out))
             residual_out.sub_(payload[0])
+        return False

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..kernels.counter import Keys, draws
 
-ROTATE = 2  # the kernels' flag
-
 
 def signs(block: int, keys: Keys, device: torch.device) -> Tensor:
     """One sign for each position in a block: the same for all blocks, so that chunks are independent."""

@@ -8,10 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.block_form import ROTATE
 from ..kernels.counter import Keys
-from .blockwise import BlockCodec, Rows, check_block
+from .blockwise import BlockCodec, check_block
 from .packing import pack_bits, unpack_bits
-from .rotation import ROTATE, rotated, rotated_back
+from .plain_blocks import Rows
+from .rotation import rotated, rotated_back
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Sign(BlockCodec):
     def flags(self) -> int:  # type: ignore[override]
         return ROTATE * self.rotate
 
-    def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
+    def encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         values = rotated(rows.values, keys) if self.rotate else rows.values
         sums = values.abs()
         while (half := sums.shape[1] // 2) > 0:  # a fixed tree: every implementation adds in this order
@@ -54,6 +56,6 @@ class Sign(BlockCodec):
         scales = means.to(torch.bfloat16)
         return pack_bits(values < 0), scales.masked_fill_(~scales.isfinite(), torch.nan)
 
-    def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
+    def decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
         values = unpack_bits(codes).to(torch.float32).mul_(-2.0).add_(1.0).mul_(side.to(torch.float32))
         return rotated_back(values, keys) if self.rotate else values

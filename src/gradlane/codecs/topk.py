@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ..core.collectives import Payload
 from ..core.message import PayloadLayout
-from ..core.numbers import is_bounded
+from ..core.numbers import is_bounded, is_number
+from ..core.streams import has_streams
 from ..errors import InvalidValue
 from ..kernels.counter import draw, keys_of
 from ..kernels.native import native_for
+from . import device_selection
 from .base import keep_finite
 from .scattered import ScatteredCodec
 from .selection import SPAN, PlainSearch, Search, scatter_selected
@@ -45,7 +47,7 @@ class TopK(ScatteredCodec):
     value: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise InvalidValue(f"TopK ratio={self.ratio!r}; use a share above 0 and up to 1, such as 0.01")
         if self.value not in VALUES:
             raise InvalidValue(f"TopK value={self.value!r}; use one of {', '.join(VALUES)}")
@@ -69,26 +71,34 @@ class TopK(ScatteredCodec):
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
-    ) -> None:
+    ) -> bool:
         self._select(gradient, residual, residual_out, seed, payload)
-        if torch.isnan(payload[0][0]):  # the mark of a non-finite value
+        if has_streams(gradient.device) or torch.isnan(payload[0][0]):  # the mark of a non-finite value
             keep_finite(residual_out)
+            return True
+        return False
 
     def _select(
         self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, seed: int, payload: Payload
     ) -> None:
         keys, numel, slots = keys_of(seed), flat.numel(), payload[0].numel()
         start = draw(0, keys) * numel >> 32
-        search: Search = (numel < 2**32 and native_for(flat)) or PlainSearch()  # the kernels count in 32 bits
-        if numel < EXACT_BELOW or slots == numel:
-            search.topk_select(
-                flat, residual, residual_out, search.topk_exact(flat, residual, slots), start, *payload
-            )
-            return
         stride = numel // SAMPLE or 1
         offset = draw(1, keys) * stride >> 32
         sample = -(-(numel - offset) // stride)
         rank = min(sample, max(1, round(AIM * slots * sample / numel)))
+        exact = numel < EXACT_BELOW or slots == numel
+        if has_streams(flat.device):
+            total = flat if residual is None else torch.add(residual, flat, out=residual_out)
+            how = None if exact else (offset, stride, rank)
+            device_selection.select(total, how, start, residual_out is not None, *payload)
+            return
+        search: Search = (numel < 2**32 and native_for(flat)) or PlainSearch()  # the kernels count in 32 bits
+        if exact:
+            search.topk_select(
+                flat, residual, residual_out, search.topk_exact(flat, residual, slots), start, *payload
+            )
+            return
         threshold = search.topk_sampled(flat, residual, offset, stride, rank)
         found = search.topk_select(flat, residual, residual_out, threshold, start, *payload)
         if found > 2 * slots or (2 * found < slots and threshold > 1):
@@ -103,5 +113,7 @@ class TopK(ScatteredCodec):
         values, indices, counts = payload
         if library := native_for(into):
             library.topk_scatter(values, indices, counts, into, factor)
+        elif has_streams(into.device):
+            device_selection.scatter(values, indices, counts, into, factor)
         else:
             scatter_selected(values, indices, counts, into, factor)

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidValue
+from ..kernels.block_form import ROTATE, STOCHASTIC
 from ..kernels.counter import Keys, uniforms
-from .blockwise import BlockCodec, Rows, check_block, scaled
+from .blockwise import BlockCodec, check_block, scaled
 from .packing import pack, unpack
-from .rotation import ROTATE, rotated, rotated_back
+from .plain_blocks import Rows
+from .rotation import rotated, rotated_back
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS = ("nearest", "stochastic")
-STOCHASTIC = 1  # the kernels' flag
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class _Uniform(BlockCodec):
     def flags(self) -> int:  # type: ignore[override]
         return STOCHASTIC * (self.rounding == "stochastic") + ROTATE * self.rotate
 
-    def _encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
+    def encode_rows(self, rows: Rows, keys: Keys) -> tuple[Tensor, Tensor]:
         values = rotated(rows.values, keys) if self.rotate else rows.values
         codes, scale = scaled(values, self.levels)
         if self.rounding == "stochastic":
@@ -60,7 +61,7 @@ class _Uniform(BlockCodec):
             codes.round_()
         return pack(codes.to(torch.int8), self.bits), scale
 
-    def _decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
+    def decode_rows(self, codes: Tensor, side: Tensor, keys: Keys) -> Tensor:
         values = unpack(codes, self.bits).to(torch.float32).mul_(side)
         return rotated_back(values, keys) if self.rotate else values
 

@@ -45,6 +45,41 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTiming:
+    """What one request took on a device, in seconds by events on the lane's stream.
+
+    The host calls kernels and goes on, so a ``Timing`` says there what the calls took. ``collective``
+    includes the wait for the ranks that come later.
+    """
+
+    bucket: int
+    phase: int
+    kind: Kind
+    began: float
+    """When the device began the strategy's work on it, by the clock of ``Timing.began``: an estimate."""
+    encode: float
+    collective: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """What one step took on a device; known when the host has waited for the end of the step."""
+
+    step: int
+    requests: tuple[DeviceTiming, ...]
+    computed: float
+    """When the device had computed all gradients; an estimate, as ``DeviceTiming.began`` is."""
+    ended: float
+    """When all ranks had agreed on the step."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that backward could not hide."""
+        return max(0.0, self.ended - self.computed)
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """What telemetry, planner and tests read; the same in a dry run, a simulation and a real run."""
 
@@ -73,8 +108,13 @@ class Event:
 class Listener(Protocol):
     """Is called for every performed request, on the lane: so it must be quick."""
 
+    @property
+    def observed(self) -> bool:
+        """Whether anybody wants to know more than totals."""
+
     def on_event(self, event: Event) -> None: ...
     def on_note(self, bucket: Bucket, note: Note) -> None: ...
+    def on_device_times(self, times: DeviceTimes) -> None: ...
 
 
 class WeakListener:
@@ -87,6 +127,11 @@ class WeakListener:
     def __init__(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
 
+    @property
+    def observed(self) -> bool:
+        listener = self._listener()
+        return listener is not None and listener.observed
+
     def on_event(self, event: Event) -> None:
         if (listener := self._listener()) is not None:
             listener.on_event(event)
@@ -94,6 +139,10 @@ class WeakListener:
     def on_note(self, bucket: Bucket, note: Note) -> None:
         if (listener := self._listener()) is not None:
             listener.on_note(bucket, note)
+
+    def on_device_times(self, times: DeviceTimes) -> None:
+        if (listener := self._listener()) is not None:
+            listener.on_device_times(times)
 
 
 def wire_bytes(kind: Kind, payload_bytes: int, size: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidValue
 from .bucket import Bucket, Layout, Slot, as_layout
+from .streams import used_by_current_stream
 from .world_change import Fitting, Slots, misfit, sorted_out, summed
 
 
@@ -95,6 +96,7 @@ class Memory:
             old = self._found(slot)
             if old is not None:
                 view.copy_(old)
+                used_by_current_stream(old)
         for slot in layout:  # now that all shapes are checked
             self._remove(slot.name)
             self._layout_of[slot.name] = layout
@@ -145,9 +147,10 @@ class Memory:
         """A buffer for what ``put`` shall keep next under this name: the same memory in every step, and
         never the one that an ``undo`` would need."""
         buffer = self._blank.pop(name, None) if self.undoable else self._single.get(name)
-        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
-            return torch.empty_like(like)
-        return buffer
+        fits = buffer is not None and (buffer.shape, buffer.dtype, buffer.device) == (
+            like.shape, like.dtype, like.device
+        )  # fmt: skip
+        return buffer if fits and buffer is not None else torch.empty_like(like)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Keep this tensor, not a copy; do not write to one that was put before (see ``blank``).

@@ -18,7 +18,7 @@ def message_of(payload: Payload) -> Tensor:
     rows = [_bytes(payload[index]) for index in _widest_first([part.dtype for part in payload])]
     rows = [row for row in rows if row.numel()]
     if not rows:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=payload[0].device if payload else None)
     return rows[0] if len(rows) == 1 else _viewed(rows) if _adjacent(rows) else torch.cat(rows)
 
 

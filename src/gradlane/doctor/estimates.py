@@ -25,7 +25,8 @@ MOST = 10**12
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time to send the bytes of a dry run, plus the work of the strategy on this machine, without overlap."""
+    """Time of the requests of a dry run by the link's curves, one after the other, plus the work of the
+    strategy on this machine, without overlap."""
 
     strategy: str
     wire_bytes: int
@@ -53,7 +54,9 @@ def estimates(parameters: int, link: MeasuredLink) -> list[Estimate]:
 def _estimate(strategy: str, parameters: int, link: MeasuredLink) -> Estimate:
     cost = dry_run(strategy, _shapes(parameters), link.ranks, bucket_bytes=BUCKET)
     on_link = sum(uplink_of(event, link.ranks, link.ranks_per_host) for event in cost.events)
-    sending = on_link / link.bytes_per_s + cost.collectives * link.latency_s
+    sending = sum(
+        link.curves.transfer(event.kind, event.over, event.payload_bytes).seconds for event in cost.events
+    )
     work = parameters * link.work_s[strategy]
     return Estimate(strategy, cost.wire_bytes, on_link, cost.collectives, sending, work)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -40,8 +39,15 @@ class Report:
         return any(finding.level == "broken" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [{**dataclasses.asdict(row), "seconds": row.seconds} for row in self.estimates]
-        return {**dataclasses.asdict(self), "estimates": rows, "broken": self.broken}
+        return {
+            "where": self.where,
+            "rank": self.rank,
+            "findings": [asdict(finding) for finding in self.findings],
+            "parameters": self.parameters,
+            "link": self.link.as_dict() if self.link else None,
+            "estimates": [{**asdict(row), "seconds": row.seconds} for row in self.estimates],
+            "broken": self.broken,
+        }
 
 
 def examine(parameters: int = DEFAULT_PARAMETERS, *, rate_bits: float | None = None) -> Report:
@@ -53,9 +59,7 @@ def examine(parameters: int = DEFAULT_PARAMETERS, *, rate_bits: float | None = N
     examined = check_job(_check_here, STRATEGIES) if in_a_job() else _check_locally()
     estimated: list[Estimate] = []
     if (link := examined.link) is not None:
-        estimated = estimates(
-            parameters, link if rate_bits is None else replace(link, bytes_per_s=rate_bits / 8)
-        )
+        estimated = estimates(parameters, link if rate_bits is None else link.at_rate(rate_bits / 8))
     return Report(examined.where, examined.rank, tuple(examined.findings), parameters, link, tuple(estimated))
 
 

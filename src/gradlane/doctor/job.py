@@ -60,7 +60,7 @@ def check_job(check_here: CheckHere, strategies: Sequence[str]) -> Examined:
         return Examined(where, rank, findings, None)
     try:
         link = _measured(board.store("group"), rank, world, strategies)
-        return Examined(where, rank, findings, replace(link, ranks_per_host=ranks_per_host(hosts)))
+        return Examined(where, rank, findings, link.shared_by(ranks_per_host(hosts)))
     except (RuntimeError, GradlaneError) as error:
         return Examined(where, rank, [*findings, cannot_connect(error)], None)
 

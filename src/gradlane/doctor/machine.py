@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidValue
 from ..kernels.native import kernels_in_use
+from ..kernels.triton_state import device_kernels_in_use
 from .finding import Finding, fine
 
 OLDEST = (2, 6)
@@ -18,7 +19,12 @@ OLDEST = (2, 6)
 
 def check_machine(ranks_here: int | None, environ: Mapping[str, str]) -> list[Finding]:
     """``ranks_here``: how many ranks of the job share this machine; None if there is no job."""
-    return [_torch(), _kernels(), threads_finding(ranks_here, torch.get_num_threads(), cores(), environ)]
+    return [
+        _torch(),
+        _kernels(),
+        *gpu_kernels(_gpus()),
+        threads_finding(ranks_here, torch.get_num_threads(), cores(), environ),
+    ]
 
 
 def cores() -> int:
@@ -54,6 +60,22 @@ def _kernels() -> Finding:
     if os.environ.get("GRADLANE_KERNELS") == "torch":
         advice = "codecs take several times as long in plain torch; unset GRADLANE_KERNELS"
     return Finding("kernels", "costs", used, advice)
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def gpu_kernels(devices: list[torch.device]) -> list[Finding]:
+    """One finding for all devices, if there are any."""
+    used = sorted({device_kernels_in_use(device) for device in devices})
+    if not used:
+        return []
+    words = " / ".join(used)
+    if all(each.startswith("Triton") for each in used):
+        return [fine("GPU kernels", words)]
+    advice = "codecs make many passes over memory in plain torch; install triton, and unset GRADLANE_TRITON"
+    return [Finding("GPU kernels", "costs", words, advice)]
 
 
 def threads_finding(ranks: int | None, threads: int, count: int, environ: Mapping[str, str]) -> Finding:

@@ -13,7 +13,7 @@ def check_reachability(environ: Mapping[str, str], hosts: int) -> list[Finding]:
     found = [interface_finding(gloo_binding(environ), hosts, candidates())]
     if not has_psutil():
         what = "psutil is not installed, so the addresses and speeds of interfaces are not known"
-        found.append(Finding("interface", "note", what, "pip install 'gradlane[cli]'"))
+        found.append(Finding("interface", "note", what, "pip install psutil"))
     return found
 
 

@@ -24,10 +24,10 @@ def check_shared_link(hosts: Sequence[str]) -> list[Finding]:
     )
     if len(set(counts.values())) > 1:
         each = ", ".join(f"{count} on {host}" for host, count in counts.items())
-        advice = "equally many ranks on each host would allow Hierarchical(...) or HSDP (docs/nodes.md)"
+        advice = "equally many ranks on each host would allow Hierarchical(...) or HSDP"
         return [Finding("nodes", "note", f"{what}; the numbers of ranks differ: {each}", advice)]
     advice = (
         "Hierarchical(ErrorFeedback(Sharded(Int4()))), or HSDP with ErrorFeedback(Sharded(Int4())), "
-        "sends once for each host: docs/nodes.md"
+        "sends once for each host; `gradlane bench --nodes 2 --per-node 2` compares them"
     )
     return [Finding("nodes", "note", what, advice)]

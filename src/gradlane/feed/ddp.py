@@ -27,6 +27,7 @@ from ..lane.base import same
 from ..torch_internals import call_after_backward, current_backward, span
 from .copies_apart import CopiesApart
 from .layout import layout_of
+from .plain_ddp import PlainDdp
 from .row_major import RowMajorCopy, row_major_copy
 from .step import State, Step
 from .tensor_parallel import pieces_of
@@ -61,11 +62,18 @@ class DdpFeed:
         self._tensor_parallel = tensor_parallel
         self.raises_at_once: Callable[[BaseException], bool] = lambda failure: False
         """Whether an error must not wait for DDP's own callback, because that would hang."""
+        self.plain: PlainDdp | None = None
+        """Takes the steps that need no strategy."""
+        self._is_plain = False  # this step
         self._counts_active = False  # in this step
         self._ended_by: int | None = None  # the backward that will end the step
         self._contents: dict[int, _Contents] = {}  # by bucket
 
     def reduce(self, bucket: dist.GradBucket, strategy: Strategy) -> Future[Tensor]:
+        if bucket.index() == 0:
+            self._is_plain = self.plain is not None and self.plain.takes_step()
+        if self._is_plain and self.plain is not None:
+            return self.plain.reduce(bucket, self._contents_of(bucket).layout)
         backward = current_backward()
         joined = backward is None  # outside of backward DDP shadows the others for a joined rank
         # A compat hook may serve two models: buckets of one may come after the last bucket of the other.
@@ -108,6 +116,8 @@ class DdpFeed:
         if self.step.state is not State.SUBMITTED:
             return
         computed_at = time.perf_counter()
+        if self.step.postpone(computed_at):
+            return
         with span("wait for the lane"):
             self.step.wait()
         error = self.step.end(computed_at)
@@ -158,8 +168,9 @@ class _MeanOfActive(Strategy):
     inner: Strategy
 
     async def reduce(self, bucket: Bucket) -> Reduced:
-        active = torch.tensor([0 if bucket.joined else 1], device=bucket.flat.device)
-        count = int(await all_reduce(active, op="sum"))
+        active = torch.full((1,), 0 if bucket.joined else 1, device=bucket.flat.device)
+        total = await all_reduce(active, op="sum")
+        count = bucket.world if total.is_meta else int(total)
         if count == 0:
             raise WrongState("no rank is still training; leave the join() context")
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import has_streams
 from ..errors import InvalidValue, RanksDisagree
 from ..lane.base import Lane
+from .device_hash import device_hash
 
 STATE = "what the strategy remembers"
 NO_VOTE = 0
@@ -74,7 +76,7 @@ class DriftCheck:
         device = next(iter(weights.values())).device
         hashes = dict.fromkeys([*weights, STATE], NO_VOTE)
         if not joined:
-            hashes = {name: hashed(tensor) for name, tensor in weights.items()}
+            hashes = hashes_of(weights)
             hashes[STATE] = hashed(self.state())
         table = self._gathered([NO_VOTE if joined else hashed(repr(hashes))], step, device)
         if isinstance(table, BaseException):
@@ -108,7 +110,7 @@ class DriftCheck:
         answer = self.lane.submit(_Table(), bucket)
         self.lane.drain()
         failure = self.lane.take_failure()
-        return failure or answer.value().view(self.world, -1).tolist()
+        return failure or answer.wait().view(self.world, -1).tolist()
 
 
 def minority(hashes: Iterable[int]) -> list[int]:
@@ -116,6 +118,14 @@ def minority(hashes: Iterable[int]) -> list[int]:
     votes = {rank: own for rank, own in enumerate(hashes) if own != NO_VOTE}
     usual = Counter(votes.values()).most_common(1)[0][0] if votes else NO_VOTE
     return [rank for rank, own in votes.items() if own != usual]
+
+
+def hashes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Those on a device are hashed there. State is not: a resumed rank may have it on the CPU."""
+    there = {n: device_hash(w) for n, w in weights.items() if has_streams(w.device) and not w.is_complex()}
+    found = torch.stack(list(there.values())).tolist() if there else []
+    hashes = dict(zip(there, (own or 1 for own in found), strict=True))
+    return {name: hashes[name] if name in hashes else hashed(weights[name]) for name in weights}
 
 
 def hashed(content: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,14 +27,13 @@ def checked_scaler(scaler: Scaler | None) -> Scaler | None:
     )
 
 
-def unscaled(strategy: Strategy, scaler: Scaler) -> Strategy:
+def unscaled(strategy: Strategy, scale: Callable[[], float]) -> Strategy:
     """Remove the scale around a strategy with memory: the scale changes between steps, so scaled memory would
     be wrong by the ratio. A strategy without memory stays as it is: the scale keeps small gradients from
     vanishing in fp16."""
     if next(named_states(strategy), None) is None:
         return strategy
-    scale = float(scaler.get_scale())
-    return strategy if scale == 1.0 else _Unscaled(strategy, scale)
+    return strategy if (factor := scale()) == 1.0 else _Unscaled(strategy, factor)
 
 
 @dataclass

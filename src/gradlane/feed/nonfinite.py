@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
+from torch import Tensor
+
 from ..core.bucket import Bucket
 from ..core.strategy import Strategy, Undoable, is_undoable, named_states
+from ..core.streams import has_streams
 from ..errors import InvalidValue, NonFinite
+from ..kernels.finite import finite_flag
 from ..lane.finite_check import CARRIED, FINE, FiniteCheck, names_not_finite
 from ..log import log
 from .optimizer_hooks import OptimizerHooks
@@ -62,11 +66,13 @@ class NonFinitePolicy:
         self._words = words
         self._step = 0
         self._skips_in_a_row = 0
+        self._own: list[tuple[Bucket, bool | Tensor]] = []  # this rank's buckets, and whether they are finite
         self._states: list[Undoable] = []
 
     def begin_step(self, strategy: Strategy, step: int, *, joined: bool = False) -> None:
         """Before the first bucket. The zeros of a ``joined`` rank say nothing about its gradients."""
         self._step = step
+        self._own.clear()
         hooks = self._optimizers
         carried = hooks is not None and hooks.begin_step()
         spoiled = carried and hooks is not None and hooks.adds_means
@@ -76,11 +82,22 @@ class NonFinitePolicy:
             # A step may fail on one rank only, so shared state must be undoable whatever the policy is.
             state.undoable = self._policy != "propagate" or state.shared
 
+    @property
+    def raises(self) -> bool:
+        """Whether a mean that is not finite is an error, which belongs to the backward that made it."""
+        return self._policy == "raise"
+
     def check_own(self, bucket: Bucket) -> None:
-        """Log whose gradient is not finite: the mean shows the parameter, but not the rank."""
-        if names := names_not_finite(bucket):
-            what = _describe(self._words.given, names)
-            log.warning("%s %d: on rank %d %s", self._words.step, bucket.step, bucket.rank, what)
+        """Log whose gradient is not finite: the mean shows the parameter, but not the rank. On a device this
+        is asked for when the step is skipped, and no earlier: the host would have to wait."""
+        if has_streams(bucket.flat.device):
+            self._own.append((bucket, finite_flag(bucket.flat)))
+        elif names := names_not_finite(bucket):
+            self._log_own(bucket, names)
+
+    def _log_own(self, bucket: Bucket, names: list[str]) -> None:
+        what = _describe(self._words.given, names)
+        log.warning("%s %d: on rank %d %s", self._words.step, bucket.step, bucket.rank, what)
 
     def end_step(self, *, failed: bool) -> tuple[bool, NonFinite | None]:
         """Keep or undo what the step wrote: whether it is skipped, and the error to raise on all ranks."""
@@ -95,6 +112,9 @@ class NonFinitePolicy:
         return False, None
 
     def _skip(self) -> NonFinite | None:
+        for bucket, finite in self._own:
+            if not finite:
+                self._log_own(bucket, list(bucket.names))
         names = self._check.names()
         if self._optimizers is not None:
             self._optimizers.withhold(names)

@@ -39,12 +39,15 @@ class OptimizerHooks:
         synced: Callable[[], bool] = lambda: True,
         *,
         adds_means: bool = False,
+        finish_step: Callable[[], None] = lambda: None,
     ) -> None:
+        """``finish_step`` ends a step whose end was postponed: whether it is skipped must be known now."""
         self.adds_means = adds_means
         """Whether the mean of a step is added to earlier gradients, as FSDP does. DDP takes the mean of sums,
         so that what is not finite stays in its buckets."""
         self._gradients = SkippedGradients(parameters, watch_sums=not adds_means)
         self._synced = synced
+        self._finish_step = finish_step
         self._warned = False
         self._skips = 0
         self._last_skip: int | None = None  # the number of the skip if the last step was skipped
@@ -83,6 +86,7 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Arguments | None:
         if current_backward() is not None and self.concerns(optimizer) and self._synced():
             raise WrongState(_IN_BACKWARD)
+        self._finish_step()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # A closure may add to the gradients: they stay until it returns, so that its step is skipped too.
         stay = self.adds_means and callable(closure)
@@ -102,6 +106,7 @@ class OptimizerHooks:
         """What the closure returns, and whether its backward was skipped."""
         before = self._last_skip
         loss = closure(*args, **kwargs)
+        self._finish_step()
         skipped = self._last_skip not in (None, before)
         if skipped or (self.adds_means and self._gradients):
             self._remove(optimizer())

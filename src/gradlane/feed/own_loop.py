@@ -13,6 +13,8 @@ from torch.futures import Future
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import on_device
+from ..fsdp_internals import local
 from ..lane.watchdog import ROLL_CALL
 from .copies_apart import CopiesApart
 from .own_buckets import OwnBucket
@@ -45,9 +47,8 @@ class OwnLoopFeed:
         began = time.perf_counter()
         self.step.begin(strategy)
         present = [parameter.grad is not None for parameter in parameters]
-        anywhere = self._exchange_presence(
-            torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
-        )
+        device = local(parameters[0]).device
+        anywhere = self._exchange_presence(on_device(torch.tensor(present, dtype=torch.int32), device))
         answers: list[Future[Tensor]] = []
         for index, bucket in enumerate(buckets):
             try:

@@ -19,6 +19,7 @@ from torch.futures import Future
 from ..core.bucket import Bucket, Slot
 from ..core.scratch import Scratch
 from ..core.strategy import Strategy
+from ..core.streams import devices_of_futures
 from ..lane.base import Finish, Lane, same
 from ..log import log
 
@@ -68,10 +69,8 @@ class ResumedBuckets:
     ) -> Future[Tensor]:
         if bucket.index == 0:
             self._submitted.clear()  # of a backward that stopped
-        device = bucket.flat.device
-        submitted = _Submitted(
-            bucket, finish, raises, Future(devices=[] if device.type == "cpu" else [device])
-        )
+        future: Future[Tensor] = Future(devices=devices_of_futures(bucket.flat.device))
+        submitted = _Submitted(bucket, finish, raises, future)
         self._submitted.append(submitted)
         if bucket.is_last:
             everything, self._submitted = self._submitted, []

@@ -12,6 +12,7 @@ from torch.futures import Future
 from ..core.bucket import Bucket, Slot
 from ..core.collectives import all_reduce
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import on_device
 from ..errors import RanksDisagree
 from ..lane.watchdog import ROLL_CALL
 from .step import Step
@@ -52,7 +53,7 @@ def call_roll(step: Step, roll_call: RollCall, own: Sequence[int], device: torch
     """Begin to say ``own`` to all ranks; if it fails, so does the step."""
     table = torch.zeros(step.world, len(own), dtype=torch.int64)
     table[step.rank] = torch.tensor(own)
-    submit_aside(step, roll_call, table.view(-1).to(device), "what each rank says")
+    submit_aside(step, roll_call, on_device(table.view(-1), device), "what each rank says")
 
 
 def submit_aside(step: Step, strategy: Strategy, flat: Tensor, what: str) -> Future[Tensor]:

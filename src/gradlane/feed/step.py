@@ -21,7 +21,7 @@ from ..core.events import StepTimes, wire_bytes
 from ..core.scopes import Scopes
 from ..core.scratch import Scratch
 from ..core.strategy import Reduced, Strategy
-from ..errors import NonFinite, WrongState
+from ..errors import GradlaneError, NonFinite, WrongState
 from ..lane.base import Book, Finish, Lane, same
 from .drift import DriftCheck
 from .loss_scale import Scaler, unscaled
@@ -79,12 +79,16 @@ class Step:
         self._scopes = scopes
         self._policy = policy or NonFinitePolicy("propagate", lane.check)
         self._drift = drift
+        self.may_postpone = False
+        """Whether optimizers call ``finish_postponed`` before they step."""
+        self._postponed: float | None = None  # when the backward ended whose step nobody has ended yet
         self._joined = False
         self._refusal: Exception | None = None  # what ``on_begin`` had against this step
         self._failure: BaseException | None = None  # of this step, once it is computed
         self._first_bucket_at = 0.0
         self._target: Lane | ResumedBuckets = lane  # the lane, but for the first steps after a resume
         self._scratch: dict[int, Scratch] = {}  # by the address of the flat gradient
+        self._scale: float | None = None  # of the loss in this step, once it is known
         self._layouts: list[Layout] = []  # of the buckets of this step so far
         self._last_layouts: list[Layout] = []  # of the last step that had all its buckets
         self._expected: list[list[str]] = []  # names in the buckets of the next step, if these are others
@@ -93,12 +97,12 @@ class Step:
 
     def begin(self, strategy: Strategy, *, joined: bool = False) -> None:
         """Before the first bucket. A rank that has ``joined`` has no data any more, and sends zeros."""
-        self.finish()
-        self._refusal = self.on_begin(joined)
+        refusal = self._late_error()
+        self._refusal = refusal or self.on_begin(joined)
         self._change_to(State.BEGUN)
         self.number, self._joined, self._failure = self.next, joined, None
         self._first_bucket_at = time.perf_counter()
-        self._layouts = []
+        self._layouts, self._scale = [], None
         self._policy.begin_step(strategy, self.number, joined=joined)
 
     def submit(
@@ -149,15 +153,36 @@ class Step:
             dense_bytes = wire_bytes("all_reduce", raw, self.world)
         self._book.gradient(raw, dense_bytes, is_last)
         if self.scaler is not None:
-            strategy = unscaled(strategy, self.scaler)
+            strategy = unscaled(strategy, self._scale_of_step)
         if self._refusal is not None:
-            strategy = _Refused(self._refusal)
+            strategy = _Refused(self._refusal, strategy)
         return self._target.submit(strategy, bucket, finish=finish, raises=raises)
+
+    def _scale_of_step(self) -> float:
+        """The scale is on a device, where to ask for it is to wait."""
+        if self._scale is None:
+            assert self.scaler is not None
+            self._scale = float(self.scaler.get_scale())
+        return self._scale
 
     def break_off(self) -> None:
         """No more buckets follow: the lane already knows the error that fails this step."""
         self._change_to(State.SUBMITTED)
         self.next += 1
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether the next step may do without the lane: nothing of the last one is left to be ended or to be
+        withheld from optimizers, and the lane is not to see the buckets of a checkpoint."""
+        over = self.state in (State.IDLE, State.COMMITTED)
+        due = self._drift is not None and self._drift.due(self.next)
+        return over and not due and self._target is self.lane
+
+    def passed(self, layouts: list[Layout] | None = None) -> None:
+        """DDP itself has reduced the buckets of this step: these, if they are known."""
+        self.number, self.next = self.next, self.next + 1
+        if layouts is not None:
+            self._last_layouts, self._expected = layouts, []
 
     def wait(self) -> BaseException | None:
         """Backward is over: wait for the lane. The error that failed the step on this rank, if any."""
@@ -166,20 +191,56 @@ class Step:
         self._failure = self.lane.take_failure()
         return self._failure
 
-    def end(self, computed_at: float) -> BaseException | None:
+    def end(self, computed_at: float, ended_at: float | None = None) -> BaseException | None:
         """Commit, skip or fail the step; compare the weights if that is due. The error to raise, if any."""
-        ended_at = time.perf_counter()
+        ended_at = ended_at or time.perf_counter()
         failure = self._failure
         error = self._conclude(failed=failure is not None)
         if not self._joined:
             self._book.step_ended(StepTimes(self.number, self._first_bucket_at, computed_at, ended_at))
-        if failure is None and self._drift is not None and self._drift.due(self.number):
-            failure = self._drift.error_of(self.number, joined=self._joined)
-        return failure or error
+        return failure or self.drift_of(self.number) or error
+
+    def drift_of(self, number: int) -> BaseException | None:
+        """The error of replicas that differ after this step, if they are to be compared after it."""
+        if self._drift is None or not self._drift.due(number):
+            return None
+        return self._drift.error_of(number, joined=self._joined)
+
+    def postpone(self, computed_at: float) -> bool:
+        """Backward is over. Whether the host need not wait for the outcome yet: ``finish`` will, before the
+        optimizer steps, and before anybody asks."""
+        due = self._drift is not None and self._drift.due(self.number)
+        if not self.may_postpone or due or self._policy.raises or not self.lane.order():
+            return False
+        self._postponed = computed_at
+        return True
+
+    def finish_postponed(self) -> None:
+        """End the step whose end was postponed, if there is one."""
+        if self._postponed is not None:
+            self.finish()
+
+    def _late_error(self) -> Exception | None:
+        """End the step before. An error that was postponed until now must not be raised in DDP's hook."""
+        if self._postponed is None:
+            self.finish()
+            return None
+        try:
+            self.finish()
+        except GradlaneError as error:
+            return error
+        return None
 
     def finish(self) -> None:
-        """End a step that nobody has ended, because its backward stopped. The futures carried its error."""
+        """End a step that nobody has ended: its end was postponed, or its backward stopped. In the second
+        case the futures carried its error."""
         if self.state in OVER:
+            return
+        if self._postponed is not None:
+            computed_at, self._postponed = self._postponed, None
+            self.wait()
+            if (late := self.end(computed_at, ended_at=computed_at)) is not None:
+                raise late
             return
         stopped = self.state is State.BEGUN
         if stopped:
@@ -247,8 +308,11 @@ class _Refused(Strategy):
     """Fails the step on all ranks. An error that is raised in DDP's hook would break DDP instead."""
 
     error: Exception
+    instead_of: Strategy
 
     async def reduce(self, bucket: Bucket) -> Reduced:
+        if bucket.flat.is_meta:  # the lane asks what the other ranks expect from this one
+            return await self.instead_of.reduce(bucket)
         raise self.error
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from transformers.training_args import ParallelMode
 
 from ..core.strategy import Strategy
 from ..errors import WrongState, WrongType
+from ..log import log
 from ..session import Session
 from ..settings import Options, Settings
 from ..strategies.as_strategy import as_strategy
@@ -111,6 +113,7 @@ class GradientComm(TrainerCallback):
         self._fresh = strategy.state_dict()
         self._options = options
         self._metrics = metrics
+        self._warned: set[str] = set()
         self._resume = resume
         self._checkpoint: Path | None = None  # to resume from
         self._agreed = AgreedWeights()
@@ -189,9 +192,18 @@ class GradientComm(TrainerCallback):
             return  # of an evaluation, or of the end
         metrics = self.attachment.metrics()
         if self._metrics is not None:
+            self._warn_of_unknown(metrics)
             metrics = {name: metrics[name] for name in self._metrics if name in metrics}
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # a copy of the logs, made before this was called
+
+    def _warn_of_unknown(self, metrics: Mapping[str, float]) -> None:
+        """Once for each name: a strategy may note a figure later."""
+        for name in set(self._metrics or ()) - set(SHOWN) - set(metrics) - self._warned:
+            self._warned.add(name)
+            near = get_close_matches(name, metrics, 1)
+            hint = f"did you mean {near[0]}?" if near else "attachment.metrics() has them all"
+            log.warning("there is no metric %r to log; %s", name, hint)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

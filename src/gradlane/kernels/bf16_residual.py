@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.streams import exact_products, has_streams
 from ..errors import InvalidValue
 from .finite import all_finite
 from .native import Native, native_for
 from .plain_products import at_line
 from .products import check_factors
 
-RUN = 131_072  # elements that plain torch computes at once
+RUN = 131_072  # elements that plain torch computes at once: they stay in the second-level cache
+DEVICE_RUN = 1 << 22  # on a device, where a kernel on fewer takes as long
 
 
 def add_residual(flat: Tensor, residual: Tensor) -> None:
@@ -26,8 +28,9 @@ def add_residual(flat: Tensor, residual: Tensor) -> None:
     if kernels := _kernels(flat, residual):
         kernels.add_residual(flat, residual)
         return
-    for start in range(0, flat.numel(), RUN):
-        flat.view(-1)[start : start + RUN] += residual.view(-1)[start : start + RUN]
+    step = _run_on(flat)
+    for start in range(0, flat.numel(), step):
+        flat.view(-1)[start : start + step] += residual.view(-1)[start : start + step]
 
 
 def subtract_product(m: Tensor, p: Tensor, q: Tensor, residual: Tensor, residual_out: Tensor) -> None:
@@ -43,13 +46,18 @@ def subtract_product(m: Tensor, p: Tensor, q: Tensor, residual: Tensor, residual
     if kernels := _kernels(m, residual):
         kernels.subtract_product(m, p, q, residual, residual_out)
         return
-    step, q = max(1, RUN // max(1, m.shape[1])), at_line(q)
+    step, q = max(1, _run_on(m) // max(1, m.shape[1])), at_line(q)
     for start in range(0, len(m), step):
         rows = slice(start, start + step)
-        rounded = torch.addmm(m[rows], at_line(p[:, rows]).t(), q, alpha=-1).to(residual.dtype)
-        if not all_finite(rounded):
+        with exact_products(m.device):
+            rounded = torch.addmm(m[rows], at_line(p[:, rows]).t(), q, alpha=-1).to(residual.dtype)
+        if has_streams(m.device) or not all_finite(rounded):
             rounded = torch.where(rounded.isfinite(), rounded, residual[rows])
         residual_out[rows] = rounded
+
+
+def _run_on(tensor: Tensor) -> int:
+    return DEVICE_RUN if has_streams(tensor.device) else RUN
 
 
 def _kernels(gradient: Tensor, residual: Tensor) -> Native | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.numbers import HUGE
+from ..core.streams import has_streams
 from ..torch_internals import sparse_values
 from .native import VARIABLE, native, native_for
 
@@ -32,6 +33,27 @@ def all_finite(tensor: Tensor) -> bool:
         return kernels.all_finite(tensor, DTYPES[tensor.dtype])
     low, high = torch.aminmax(tensor.detach())  # both are NaN if one element is
     return bool(low.isfinite() & high.isfinite())
+
+
+def finite_flag(tensor: Tensor) -> bool | Tensor:
+    """The same without waiting for a device: there the answer is a tensor without dimensions."""
+    if not has_streams(tensor.device):
+        return all_finite(tensor)
+    if tensor.is_sparse:
+        tensor = sparse_values(tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return low.isfinite() & high.isfinite()
+
+
+def choose(flag: bool | Tensor, new: Tensor, old: Tensor, out: Tensor) -> Tensor:
+    """``out`` becomes ``new`` where the flag is true, otherwise ``old``."""
+    if isinstance(flag, bool):
+        return out.copy_(new if flag else old)
+    return out.copy_(torch.where(flag, new, old))
 
 
 def divided(tensor: Tensor, divisor: int, limit: float = HUGE) -> bool:

@@ -9,6 +9,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..errors import InvalidValue
 from .codec_calls import CodecCalls
@@ -34,8 +35,10 @@ def native() -> Native | None:
 
 
 def native_for(tensor: Tensor) -> Native | None:
-    """The compiled kernels, or None if this tensor is not on the CPU."""
-    return native() if tensor.device.type == "cpu" else None
+    """The compiled kernels, or None if this tensor is not on the CPU. Of other classes, such as torch's fake
+    tensors, some have no memory."""
+    plain = type(tensor) is Tensor or type(tensor) is Parameter
+    return native() if plain and tensor.device.type == "cpu" else None
 
 
 def kernels_in_use() -> str:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..core.streams import exact_products
+
 RUN = 262_144  # elements
 TERMS = 65_536  # elements; expand goes over two such buffers
 LINE = 64  # bytes of a cache line; torch allocates at multiples of it on a CPU
@@ -36,7 +38,8 @@ def project_rows(
         if keep_sum and to is buffer:
             run.copy_(m)
         if residual_out is not None and residual is not None:
-            m.addmm_(part.t(), q, alpha=-1)
+            with exact_products(m.device):
+                m.addmm_(part.t(), q, alpha=-1)
             _write(m, part.isfinite().all(0).unsqueeze(1), residual[rows], residual_out[rows])
 
 
@@ -57,7 +60,8 @@ def project_columns(
     for rows in _runs(g):
         to = residual_out[rows] if not in_place and _begins_line(residual_out[rows]) else buffer
         m = _sum(g[rows], None if added is None else added[rows], to, copy=True)
-        m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
+        with exact_products(m.device):
+            m.addmm_(at_line(p[:, rows]).t(), total, alpha=-1)
         _write(m, finite, residual[rows], residual_out[rows])
 
 

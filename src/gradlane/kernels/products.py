@@ -5,20 +5,22 @@ product reads memory in order. ``residual`` has the shape of g: what error feedb
 g + residual. All tensors are contiguous, and all fp32 or all fp64. Compiled kernels compute fp32 on the CPU,
 plain torch everything else; on meta tensors nothing is computed.
 
-``expand`` and ``orthonormalise`` give the same bits wherever they run, because every worker
-applies them to the same numbers and must get the same result. The two projections may differ in their last
-bits: an all-reduce follows them.
+``expand`` and ``orthonormalise`` give the same bits on all CPUs, and the same bits on all devices of a kind,
+because every worker applies them to the same numbers and must get the same result. The two projections may
+differ in their last bits: an all-reduce follows them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ..core.streams import has_streams, on_device
 from ..errors import InvalidValue, WrongType
-from . import plain_gram_schmidt, plain_products
+from . import device_gram_schmidt, device_products, plain_gram_schmidt, plain_products
 from .native import Native, native_for
 
 
@@ -50,7 +52,7 @@ def project_rows(
     if kernels:
         kernels.project_rows(g, residual, q, p, residual_out, keep_sum and residual is not None)
     else:
-        plain_products.project_rows(g, residual, q, p, residual_out, keep_sum)
+        _plain(g).project_rows(g, residual, q, p, residual_out, keep_sum)
 
 
 def project_columns(
@@ -77,7 +79,7 @@ def project_columns(
     if kernels:
         kernels.project_columns(g, residual, p, q, residual_out, summed)
     else:
-        plain_products.project_columns(g, residual, p, q, residual_out, summed)
+        _plain(g).project_columns(g, residual, p, q, residual_out, summed)
 
 
 def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
@@ -89,7 +91,7 @@ def expand(p: Tensor, q: Tensor, out: Tensor) -> None:
     if kernels:
         kernels.expand(p, q, out)
     else:
-        plain_products.expand(p, q, out)
+        _plain(out).expand(p, q, out)
 
 
 def orthonormalise(p: Tensor) -> bool:
@@ -97,13 +99,15 @@ def orthonormalise(p: Tensor) -> bool:
 
     If a row is zero, or depends on those before it, the unit vector with the shortest projection on them
     replaces it, made orthogonal to them. So the result is orthonormal for every finite p. If an element is
-    not finite, p does not change and the function returns False.
+    not finite, p does not change and the function returns False; on a device it returns True, because the
+    host does not know.
     """
     return orthonormalise_all([p])[0]
 
 
-def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
-    """``orthonormalise`` each factor. In plain torch, several of one size cost little more than one."""
+def orthonormalise_all(factors: Sequence[Tensor], *, restart: bool = False) -> list[bool]:
+    """``orthonormalise`` each factor. In plain torch, several of one size cost little more than one. With
+    ``restart``, one that is not finite becomes unit vectors on a device, where the result does not tell."""
     for p in factors:
         _check_one("p", p)
         ranks, size = p.shape
@@ -113,6 +117,10 @@ def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
             )
     indices = [i for i, p in enumerate(factors) if p.numel() and not p.is_meta]
     computed, finite = [factors[i] for i in indices], [True] * len(factors)
+    late = computed and has_streams(computed[0].device)
+    if late and all(map(device_gram_schmidt.computes_here, computed)):
+        device_gram_schmidt.orthonormalise_all(computed, restart=restart)
+        return finite
     on_cpu = all(p.device.type == "cpu" for p in computed)
     results = _orthonormalise_here(computed) if on_cpu else orthonormalise_on_cpu(computed)
     for i, result in zip(indices, results, strict=True):
@@ -121,11 +129,10 @@ def orthonormalise_all(factors: Sequence[Tensor]) -> list[bool]:
 
 
 def orthonormalise_on_cpu(factors: Sequence[Tensor]) -> list[bool]:
-    """Gram-Schmidt reads numbers of every row, and factors are small. So one copy to the CPU and back
-    replaces a synchronisation for each row, and the bits are those of every other machine."""
+    """For devices that do not compute it: one copy to the CPU and back."""
     flat = torch.cat([p.reshape(-1) for p in factors]).cpu()
     results = _orthonormalise_here(_split_like(flat, factors))
-    for p, computed in zip(factors, _split_like(flat.to(factors[0].device), factors), strict=True):
+    for p, computed in zip(factors, _split_like(on_device(flat, factors[0].device), factors), strict=True):
         p.copy_(computed)
     return results
 
@@ -140,6 +147,10 @@ def _orthonormalise_here(factors: Sequence[Tensor]) -> list[bool]:
     if kernels:
         return [kernels.orthonormalise(p) for p in factors]
     return plain_gram_schmidt.orthonormalise_all(factors)
+
+
+def _plain(tensor: Tensor) -> ModuleType:
+    return device_products if has_streams(tensor.device) else plain_products
 
 
 def _kernels(tensor: Tensor) -> Native | None:

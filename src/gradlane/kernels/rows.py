@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..core.streams import has_streams
 from ..errors import InvalidValue
 from .native import Native, native_for
 
@@ -27,6 +28,12 @@ def mean_of_sorted(rows: Tensor, low: int, high: int, out: Tensor) -> None:
     native = _native(rows)
     if native is not None:
         native.middle(rows.contiguous(), network(len(rows)), out, low, high)
+        return
+    if has_streams(rows.device):  # the host does not ask whether a sum overflows
+        block = rows.sort(0).values[low:high]
+        mean = _sum(block).div_(high - low)
+        wide = _sum(block.double()).div_(high - low).to(mean.dtype)
+        out.copy_(torch.where(mean.isfinite(), mean, wide))
         return
     for start in range(0, len(out), BLOCK):
         block = rows[:, start : start + BLOCK].sort(0).values
@@ -47,13 +54,17 @@ def mean_near_middle(rows: Tensor, keep: int, out: Tensor) -> None:
     if native is not None:
         native.middle(rows.contiguous(), network(len(rows)), out, keep=keep)
         return
-    for start in range(0, len(out), BLOCK):
-        block = rows[:, start : start + BLOCK].sort(0).values
+    size = len(out) if has_streams(rows.device) else BLOCK
+    for start in range(0, len(out), size):
+        block = rows[:, start : start + size].sort(0).values
         mean = _mean_near_middle(block, keep)
         middle, spread = _sum_in_middle(block), block[-1] - block[0]
-        if (huge := ~(mean.isfinite() & middle.isfinite() & spread.isfinite())).any():
+        huge = ~(mean.isfinite() & middle.isfinite() & spread.isfinite())
+        if has_streams(rows.device):  # the host does not ask whether there are any
+            mean = torch.where(huge, _mean_near_middle(block.double(), keep).to(mean.dtype), mean)
+        elif huge.any():
             mean[huge] = _mean_near_middle(block[:, huge].double(), keep).to(mean.dtype)
-        out[start : start + BLOCK] = mean
+        out[start : start + size] = mean
 
 
 def _mean_near_middle(block: Tensor, keep: int) -> Tensor:

@@ -45,6 +45,10 @@ class Lane(Protocol):
     def drain(self) -> None:
         """Wait until all buckets are done."""
 
+    def order(self) -> bool:
+        """Order what the caller's stream does next after all buckets, without waiting on the host. Whether
+        that was possible: ``drain`` may then be called later, as long as nothing depends on its outcome."""
+
     def take_failure(self) -> BaseException | None:
         """The error of the last step, once."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 from ..core.running import Driver
+from ..errors import RanksDisagree
 
 
 class ConnectionBroke(Exception):
@@ -47,6 +48,13 @@ def _is_ours(frame: FrameType) -> bool:
 
 def _is_closure_of_ours(frame: FrameType) -> bool:
     return _is_ours(frame) and bool(frame.f_code.co_freevars)
+
+
+def different_steps(first: int, last: int) -> RanksDisagree:
+    return RanksDisagree(
+        f"the ranks are in different steps, from {first} to {last}: one of them ran a backward pass more "
+        "than another; every rank must take the same number of steps (DDP has join() for uneven data)"
+    )
 
 
 def with_note(error: BaseException, note: str) -> BaseException:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.bucket import Bucket
 from ..core.strategy import Reduced, Strategy
 from ..core.trust import is_our_own
-from ..kernels.finite import all_finite
+from ..kernels.finite import all_finite, finite_flag
 
 FINE, CARRIED, BAD = 0, 1, 2
 """How a rank rates a step; the ranks agree on the largest rating. ``CARRIED``: non-finite because the
@@ -52,7 +52,7 @@ class FiniteCheck:
         if reduced.bounded and mean.dtype != torch.float16 and self._believes(strategy, bucket.step):
             return
         # Another device answers later, at the end of the step: nothing here may wait for it.
-        self._finite.append(all_finite(mean) if mean.device.type == "cpu" else torch.isfinite(mean).all())
+        self._finite.append(finite_flag(mean))
 
     def _believes(self, strategy: Strategy, step: int) -> bool:
         """Once for each strategy and step, since it takes up to 75 us; options may change between steps."""
@@ -64,8 +64,24 @@ class FiniteCheck:
     @property
     def seen(self) -> int:
         """This rank's rating."""
-        if all(map(bool, self._finite)):
-            return CARRIED if self._spoiled else FINE
+        return self._good if all(map(bool, self._finite)) else self._bad
+
+    def write_rating(self, into: Tensor) -> None:
+        """Write this rank's rating into a tensor on the device of the results: the host does not wait."""
+        on_device = [flag for flag in self._finite if isinstance(flag, Tensor)]
+        if len(on_device) < len(self._finite) and not all(f for f in self._finite if isinstance(f, bool)):
+            into.fill_(self._bad)
+        else:
+            into.fill_(self._good)
+            if on_device:
+                into.masked_fill_(torch.stack(on_device).all().logical_not(), self._bad)
+
+    @property
+    def _good(self) -> int:
+        return CARRIED if self._spoiled else FINE
+
+    @property
+    def _bad(self) -> int:
         return CARRIED if self._carried else BAD
 
     def names(self) -> list[str]:

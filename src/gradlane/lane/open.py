@@ -21,6 +21,7 @@ from ..core.scopes import Scopes, members_of, scopes_among
 from ..errors import GradlaneError, InvalidValue, WrongState
 from ..torch_internals import store_of_group
 from .base import Lane, collect_dropped_lanes
+from .gloo_scheduling import check_choice
 from .mesh_ranks import Mesh, backing
 from .nodes import nodes_of, scope_groups
 from .one_rank import OneRank
@@ -73,7 +74,7 @@ def open_lane(
         enter(scopes)
         board = Board(dist.HashStore(), "alone", 0, 1, limit)
         groups = _stream_groups(group, mesh, nodes, scopes, limit, uses_nodes)
-        return Opened(StreamLane(groups, device, listener), board, scopes)
+        return Opened(StreamLane(groups, device, listener, board), board, scopes)
     collect_dropped_lanes()
     serial = _opened.get(group, 0) + 1
     board = Board(store_of(group), f"gradlane/{serial}", group.rank(), group.size(), limit)
@@ -82,6 +83,7 @@ def open_lane(
         "parameters": _digest(parameters),
         "ranks_per_node": ranks_per_node,
     }
+    against = against or objection(check_choice)
     own = {"objection": as_note(against), "host": socket.gethostname()}
     token, notes = board.agree("open", {**must_agree, **own}, doing=doing)
     _opened[group] = serial  # only now: if a rank never came, all ranks try again with the same serial
@@ -98,7 +100,7 @@ def open_lane(
     refuse_objections(notes, refusal, doing)
     if backend in STREAM_BACKENDS:
         groups = _stream_groups(group, mesh, nodes, scopes, limit, uses_nodes)
-        return Opened(StreamLane(groups, device, listener), board, scopes)
+        return Opened(StreamLane(groups, device, listener, board), board, scopes)
     peers = Peers(board, members)
     peers.group("world", "first", 0)
     board.gone = peers.gone

@@ -17,6 +17,7 @@ from ..agree.limits import Limit
 from ..core.collectives import Scope
 from ..core.scopes import Members
 from ..errors import InvalidValue, PeerFailed, PeerLost, RanksDisagree
+from .gloo_scheduling import connected
 from .gloo_workers import wait_for_idle_workers
 from .perform import is_closed, sever
 
@@ -215,10 +216,13 @@ class Peers:
 def _connected(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
     """A new Gloo group. Its own timeout does not cover a store that stops answering."""
     limit = timedelta(seconds=timeout)
-    return within(
-        timeout + WRITE_TIMEOUT,
-        lambda: dist.ProcessGroupGloo(store, rank, size, limit),
-        "the store or a peer",
+
+    return connected(
+        lambda: within(
+            timeout + WRITE_TIMEOUT,
+            lambda: dist.ProcessGroupGloo(store, rank, size, limit),
+            "the store or a peer",
+        )
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from ..core.collectives import Request, check_parts
 from ..core.message import message_of, payload_of
@@ -31,6 +32,20 @@ REDUCE_OPS = {
 }
 
 BufferFor = Callable[[int, int], Tensor]
+
+
+def plain_mean(group: Any, buffer: Tensor) -> Future[Tensor]:
+    """DDP's own mean on DDP's own group, at the cost of torch's ``allreduce_hook``. That one divides; DDP
+    without a hook multiplies by the reciprocal, and so does this: the bits are those of plain DDP."""
+    future: Future[list[Tensor]] = group.allreduce([buffer.mul_(1 / group.size())], _SUM).get_future()
+    return future.then(_first)
+
+
+_SUM = dist.AllreduceOptions()
+
+
+def _first(done: Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
 
 
 class Pending:
@@ -139,6 +154,11 @@ def is_closed(group: Any, peer: int) -> bool:
     return False
 
 
+def reduce_on_stream(group: Any, tensor: Tensor, op: str) -> None:
+    """An all-reduce on a group whose collectives run on the device, in place; this only orders streams."""
+    _reduce(group, tensor, op).wait()
+
+
 def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
     """The same on a group whose collectives run on the device: ``wait`` only orders streams."""
     size = group.size()
@@ -160,7 +180,7 @@ def perform_on_stream(group: Any, request: Request, divisor: int) -> object:
         return [payload_of(row, mine) for row in received]
     mine = request.payloads[group.rank()]
     outgoing = [message_of(payload) for payload in request.payloads]
-    received = torch.empty(size, message_of(mine).numel(), dtype=torch.uint8, device=mine[0].device)
+    received = torch.empty(size, message_of(mine).numel(), dtype=torch.uint8, device=outgoing[0].device)
     splits = [message.numel() for message in outgoing]
     width = received.shape[1]
     group.alltoall_base(received.view(-1), torch.cat(outgoing), [width] * size, splits).wait()

@@ -16,10 +16,10 @@ from ..core.collectives import Request, Scope
 from ..core.events import Event, Timing
 from ..core.running import NoteTaker, Running, State
 from ..core.strategy import Strategy
-from ..errors import RanksDisagree
+from ..core.streams import devices_of_futures
 from ..torch_internals import span
 from .base import Finish, same
-from .failure import ConnectionBroke
+from .failure import ConnectionBroke, different_steps
 from .finite_check import FiniteCheck
 from .peers import Peers, Queue
 from .perform import Pending, commit, issue
@@ -56,9 +56,13 @@ class Job(Running):
     ) -> None:
         super().__init__(strategy, bucket, take_note)
         device = bucket.flat.device
-        self.future: Future[Tensor] = Future(devices=[device] if device.type in ("cuda", "xpu") else [])
+        self.future: Future[Tensor] = Future(
+            devices=[] if device.type == "cpu" else devices_of_futures(device)
+        )
         self.raises = raises
         self.issued: Issued | None = None
+        self.performed = 0
+        """Requests that have an answer; counted where collectives run on the device."""
         self.error: BaseException | None = None
         self._finish = finish
 
@@ -136,11 +140,7 @@ class Requests:
             raise ConnectionBroke from error
         self._sent_in.discard(step)
         if first != last:
-            raise RanksDisagree(
-                f"the ranks are in different steps, from {first} to {last}: one of them ran a backward "
-                "pass more than another; every rank must take the same number of steps (DDP has join() for "
-                "uneven data)"
-            )
+            raise different_steps(first, last)
 
     def fail(self, step: int) -> None:
         """The step has failed."""

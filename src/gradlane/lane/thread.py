@@ -110,6 +110,9 @@ class ThreadLane(Driver[Job]):
                 if not self._thread.is_alive():
                     raise WrongState("the lane's thread is gone; its own error is in the log of this process")
 
+    def order(self) -> bool:
+        return False
+
     def take_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None
         return failure

@@ -28,8 +28,13 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world`` forked processes; their results, in rank order.
 
-    ``local.tell(x)`` in a rank calls ``on_report(x)`` here. After the deadline every rank reports what its
-    lanes wait for, and is killed. For ``init`` and ``prepare`` see ``Ranks``.
+    Each has a Gloo process group, unless ``init`` is False: then its second argument is the path of a file
+    store. If a rank raises, ``RankFailed`` has what every rank said.
+
+    Args:
+        deadline: seconds after which every rank reports what its lanes wait for, and is killed.
+        on_report: is called here with each ``x`` that a rank gives to ``tell(x)``.
+        prepare: is called first in each process, with its rank.
     """
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from . import bars, timeline
 from .arm_styles import ArmStyle
+from .csv_link import csv_link
 from .documents import FAILED, Bench, BenchResult, RankStep
 from .number_format import byte_size, duration, seconds_column, share, times
+from .phase_bars import phase_bars, phase_csv
 from .table import Row, Table, status_row
 
 IDLE = "Noop()"  # compute alone: the upper limit of any speed-up, too large for the scale of the bars
@@ -30,8 +32,10 @@ class Group:
     note: str
     table: Table
     speedups: Sequence[bars.DrawnBar]
+    speedups_csv: str
     ceiling: str
     phases: Sequence[bars.DrawnBar]
+    phases_csv: str
     timelines: Sequence[Timeline]
 
 
@@ -74,6 +78,7 @@ def _overview(
 def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Group:
     first = results[0]
     drawable = [result for result in results if result.status not in FAILED]
+    spent = [(result.arm, result.phases, result.exposed_s) for result in drawable if result.arm != IDLE]
     idle = next((result.speedup for result in drawable if result.arm == IDLE), None)
     return Group(
         heading=f"{first.link}, {_ranks(first)}",
@@ -81,8 +86,10 @@ def _group(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> Grou
         note="\n".join(dict.fromkeys(result.note for result in results if result.note)),
         table=_table(results, arms),
         speedups=_speedups(drawable, arms),
+        speedups_csv=csv_link(("arm", "speed-up"), [(result.arm, result.speedup) for result in drawable]),
         ceiling=f"Compute alone, {IDLE}, is at {times(idle)}: no strategy can be faster." if idle else "",
-        phases=_phases(drawable, arms),
+        phases=phase_bars(spent, arms),
+        phases_csv=phase_csv(spent),
         timelines=[_timeline(result.timeline, arms[result.arm]) for result in drawable if result.timeline],
     )
 
@@ -139,16 +146,6 @@ def _speedups(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> l
             arm = arms[result.arm]
             found.append(bars.Bar(arm, [(arm.style, max(0.0, speedup))], times(speedup)))
     return bars.draw(found, "Speed-up over DDP without a hook", mark=1.0)
-
-
-def _phases(results: Sequence[BenchResult], arms: Mapping[str, ArmStyle]) -> list[bars.DrawnBar]:
-    found = []
-    for result in results:
-        if result.phases and result.arm != IDLE:
-            seconds = result.phases.seconds
-            beside = f"{duration(sum(seconds.values()))}, exposed {duration(result.exposed_s)}"
-            found.append(bars.Bar(arms[result.arm], list(seconds.items()), beside))
-    return bars.draw(found, "Time per phase in a step")
 
 
 def _timeline(steps: Sequence[RankStep], arm: ArmStyle) -> Timeline:

@@ -11,7 +11,7 @@ from .arm_styles import ArmStyle
 from .axis import Axis
 
 WIDTH, HEIGHT = 360, 236  # as wide as the page on a small screen: text keeps its size there
-LEFT, RIGHT, TOP, BOTTOM = 38, 22, 10, 38
+LEFT, RIGHT, TOP, BOTTOM = 44, 28, 10, 38  # room for "100 ms", and for half of "10 Gbit/s"
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 LETTER_HEIGHT, LETTER_WIDTH = 11.0, 15.0
 
@@ -51,8 +51,15 @@ def written(svg: Node) -> str:
 
 
 def line_chart(
-    title: str, x: Axis, y: Axis, x_title: str, lines: Sequence[Line], target: float | None
+    title: str,
+    x: Axis,
+    y: Axis,
+    x_title: str,
+    lines: Sequence[Line],
+    target: float | None,
+    marks: Sequence[tuple[ArmStyle, float, float]] = (),
 ) -> str:
+    """``target`` is a level, ``marks`` are points on lines."""
     svg = drawing(title, viewBox=f"0 0 {WIDTH} {HEIGHT}", **{"class": "line-chart"})
     _axes(svg, x, y, x_title)
     # The inner svg clips at the axes: a diverging arm must not compress the others.
@@ -66,6 +73,11 @@ def line_chart(
         for seed in line.seeds:
             part(group, "path", d=_path(x, y, seed), style="seed")
         part(group, "path", d=_path(x, y, line.mean), style="mean")
+    for arm, across, down in marks:
+        part(
+            plot, "circle", cx=_across(x, across) - LEFT, cy=_down(y, down) - TOP, r=3.4,
+            style=f"crossing {arm.style}",
+        )  # fmt: skip
     _letters(svg, x, y, lines)
     return written(svg)
 

@@ -1,4 +1,4 @@
-"""What the JSON of ``gradlane bench`` and ``gradlane train`` holds. Unknown fields are ignored."""
+"""What the JSON of ``gradlane bench``, ``train`` and ``plan`` holds. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -148,6 +148,7 @@ class TrainResult(Struct, frozen=True, kw_only=True):
     gap_interval: Figure = None
     bytes_per_step: Figure = None
     seconds_per_step: Figure = None
+    phases: Phases | None = None
     to_target_s: Figure = None
     to_target_bytes: Figure = None
     runs: tuple[TrainRun, ...] | None = None
@@ -167,3 +168,54 @@ class Train(Record, frozen=True, kw_only=True):
     unit: str = ""
     target: Figure = None
     results: tuple[TrainResult, ...] = ()
+
+
+class PlanResult(Struct, frozen=True, kw_only=True):
+    """The forecast of one arm."""
+
+    arm: str
+    loss: str = ""
+    node_bytes: Figure = None
+    seconds: float
+    exposed_s: Figure = None
+    work_s: Figure = None
+    speedup: Figure = None
+    verdict: str = ""
+    why: str = ""
+    pays_below_bits: Figure = None
+    pays_at_any_rate: bool = False
+
+
+class Sweep(Struct, frozen=True, kw_only=True):
+    """Seconds of a step by the rate of the link, for each arm."""
+
+    rates_bits: tuple[float, ...] = ()
+    seconds: dict[str, tuple[float, ...]] = {}
+
+    def __post_init__(self) -> None:
+        for arm, seconds in self.seconds.items():
+            if len(seconds) != len(self.rates_bits):
+                raise ValueError(f"{arm} has {len(seconds)} times for {len(self.rates_bits)} rates")
+
+
+class MoreRanks(Struct, frozen=True, kw_only=True):
+    """The forecast of one arm with more ranks than were measured."""
+
+    ranks: int
+    arm: str
+    seconds: float
+    low_s: float
+    high_s: float
+    speedup: float
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    ranks: int
+    compute_s: float
+    rate_bits: Figure = None
+    off: bool = False
+    error: float = 0.05
+    note: str = ""
+    results: tuple[PlanResult, ...] = ()
+    sweep: Sweep = Sweep()
+    more_ranks: tuple[MoreRanks, ...] = ()

@@ -48,8 +48,8 @@ def duration(seconds: float | None, digits: int = 3) -> str:
     return f"{plain(seconds, digits)}\u00a0s"
 
 
-def bit_rate(bits: float) -> str:
-    return scaled(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"), 1)
+def bit_rate(bits: float, digits: int = 1) -> str:
+    return scaled(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"), digits)
 
 
 def times(value: float | None) -> str:

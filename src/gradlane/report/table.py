@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .arm_styles import ArmStyle
+from .csv_link import csv_link
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Table:
     @property
     def with_status(self) -> bool:
         return any(row.status for row in self.rows)
+
+    @property
+    def csv(self) -> str:
+        headings = ["arm", "status", *self.headings]
+        return csv_link(headings, ([row.arm.name, row.status, *row.cells] for row in self.rows))
 
 
 def status_row(arm: ArmStyle, status: str, detail: str, cells: Sequence[str]) -> Row:

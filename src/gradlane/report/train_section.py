@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from .arm_styles import ArmStyle
-from .axis import Axis, linear, spending
+from .axis import Axis, linear, spending, towards_lowest
+from .bars import Bar, DrawnBar, draw
 from .chart import Line, Vertex, line_chart
+from .csv_link import csv_link
 from .documents import FAILED, Point, Train, TrainResult, Trial
-from .number_format import DASH, byte_size, plain, seconds_column, signed
+from .number_format import DASH, byte_size, duration, plain, seconds_column, signed
+from .phase_bars import phase_bars, phase_csv
 from .table import Row, Table, status_row
 
 Curve = Sequence[Point]
@@ -20,6 +23,7 @@ Curve = Sequence[Point]
 class Chart:
     title: str
     svg: str
+    csv: str
     missing: Sequence[ArmStyle]  # in the legend, but without a line in this chart
 
 
@@ -34,6 +38,10 @@ class TrainSection:
     table: Table
     tuning: Table | None
     charts: Sequence[Chart]
+    step_times: Sequence[DrawnBar]
+    step_times_csv: str
+    phases: Sequence[DrawnBar]
+    phases_csv: str
     legend: Sequence[ArmStyle]
     cut_off: bool
 
@@ -54,6 +62,7 @@ def train_section(train: Train, arms: Mapping[str, ArmStyle]) -> TrainSection:
             for name, seeds in curves.items()
         ]
         charts.append(_chart(f"Loss against {what}", x_title, unit, lines, loss_axis, train.target))
+    spent = [(result.arm, result.phases, None) for result in drawn]
     return TrainSection(
         link=train.link.name,
         where=train.link.where,
@@ -64,9 +73,24 @@ def train_section(train: Train, arms: Mapping[str, ArmStyle]) -> TrainSection:
         table=_table(train.results, train.unit, arms),
         tuning=_tuning(train.results, train.unit, arms),
         charts=charts if drawn else [],
+        step_times=_step_times(drawn, arms),
+        step_times_csv=csv_link(
+            ("arm", "seconds per step"), [(result.arm, result.seconds_per_step) for result in drawn]
+        ),
+        phases=phase_bars(spent, arms),
+        phases_csv=phase_csv(spent),
         legend=[arms[name] for name in curves],
         cut_off=cut_off,
     )
+
+
+def _step_times(results: Sequence[TrainResult], arms: Mapping[str, ArmStyle]) -> list[DrawnBar]:
+    found = []
+    for result in results:
+        if (seconds := result.seconds_per_step) is not None:
+            arm = arms[result.arm]
+            found.append(Bar(arm, [(arm.style, seconds)], duration(seconds)))
+    return draw(found, "Time of a step")
 
 
 def mean_curve(seeds: Sequence[Curve]) -> list[Point]:
@@ -105,7 +129,7 @@ def _loss_axis(curves: Mapping[str, Sequence[Curve]], target: float | None) -> t
         return linear(known), False
     highest = max(starts) + 0.25 * (max(starts) - min(known)) if max(starts) > min(known) else max(known)
     shown = [loss for loss in known if loss <= highest]
-    return linear(shown), len(shown) < len(known)
+    return towards_lowest(shown), len(shown) < len(known)
 
 
 def _vertices(curve: Curve, spent_at: Callable[[Point], float | None]) -> list[Vertex]:
@@ -130,7 +154,14 @@ def _chart(
         )
     ]
     scale = ", log scale" if x.logarithmic else ""
-    return Chart(title, line_chart(title, x, y, x_title + scale, lines, target), missing)
+    data = [
+        (line.arm.name, seed, across, loss)
+        for line in lines
+        for seed, vertices in enumerate(line.seeds)
+        for across, loss in vertices
+    ]
+    csv = csv_link(("arm", "seed", title.removeprefix("Loss against "), "loss"), data)
+    return Chart(title, line_chart(title, x, y, x_title + scale, lines, target), csv, missing)
 
 
 def _table(results: Sequence[TrainResult], unit: str, arms: Mapping[str, ArmStyle]) -> Table:

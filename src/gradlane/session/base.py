@@ -30,11 +30,14 @@ from ..lane.open import Opened
 from ..log import log
 from ..settings import Settings
 from ..strategies.as_strategy import as_strategy
+from ..strategies.auto.decisions import Decision
 from ..strategies.ledgers import follow
 from ..strategies.route import warn_of_unmatched
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
 from .checkpoints import Checkpoints
+from .choosing import decisions_of, figures_of, tune_by_trials
+from .kernels_in_use import kernel_figures, prepare_kernels
 from .opening import objection_to, open_for, refuse_missing_groups
 from .registry import register, unregister
 from .state import SessionState
@@ -77,6 +80,7 @@ class Session(Checkpoints):
         Scopes are those of the ``mesh``, or nodes."""
         self.strategy = strategy
         self.settings = settings
+        self._device = device
         self._closed = False
         self._module = weakref.ref(module)  # the model must be collected before its process group
         self._ledger = Ledger(settings.observers)
@@ -107,7 +111,7 @@ class Session(Checkpoints):
         self._step.on_begin = weakly(self._step_begins, default=None)
         self._board = opened.board
         self._swap_agreement = SwapAgreement(opened.board)
-        self._state = SessionState(self._step, opened.board, self._parameters, self._ownership)
+        self._state = SessionState(self._step, opened.board, self._parameters, self._ownership, self._ledger)
         self._start_feed(opened)
         register(self)
         log.info("%s: %s on %d ranks", doing, describe(strategy, short=True), opened.scopes.world)
@@ -123,7 +127,12 @@ class Session(Checkpoints):
     def _watch_optimizers(self, module: nn.Module) -> OptimizerHooks | None:
         """What keeps optimizers from the gradients of a skipped step; None if that is not wanted."""
         found = ((name, weakref.ref(parameter)) for name, parameter in module.named_parameters())
-        return OptimizerHooks(found, weakly(self._synced, default=True))
+        synced = weakly(self._synced, default=True)
+        return OptimizerHooks(found, synced, finish_step=weakly(self._finish_step, default=None))
+
+    def _finish_step(self) -> None:
+        """The outcome of the last backward must be known now."""
+        self._step.finish_postponed()
 
     def _loss_scaler(self) -> Scaler | None:
         """The scaler whose factor is in the buckets."""
@@ -155,6 +164,7 @@ class Session(Checkpoints):
     def skipped(self) -> bool:
         """Whether the last step was skipped: its gradients are not finite, and torch's optimizers get none.
         Check it before you use gradients in any other way, as in weights that you copy by hand."""
+        self._step.finish_postponed()
         return self._step.state is State.SKIPPED
 
     @property
@@ -206,17 +216,28 @@ class Session(Checkpoints):
             )
         )
         self._swap_agreement.agree(self.step, strategy, against, doing, also or {})
+        prepare_kernels(strategy, self._device)
         warn_of_unmatched(strategy, self._parameter_names())
         follow(self.strategy, strategy)
         for dropped in move_states(self.strategy, strategy, slots):
             log.warning("%s: dropped %s", doing, dropped)
         self.strategy, self._searched_stray = strategy, False
         claim(strategy, self._ownership)
+        self._swapped()
+
+    def _swapped(self) -> None:
+        """Another strategy reduces from the next step on."""
 
     def metrics(self) -> dict[str, float]:
         """A flat dict for any logger: ``comm/bytes_wire``, ``comm/ratio``, ... since the beginning, and
         ``comm/step/bytes_wire``, ... of the last complete step."""
-        return self._ledger.metrics()
+        self._step.lane.order()  # whoever asks may do so on a stream of its own
+        figures = {**figures_of(self.strategy), **kernel_figures(self._device)}
+        return {**self._ledger.metrics(), **figures}
+
+    def decisions(self) -> list[Decision]:
+        """What ``Auto`` has decided so far, and why; nothing with any other strategy."""
+        return decisions_of(self.strategy)
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
@@ -237,6 +258,10 @@ class Session(Checkpoints):
         """Complete the buckets on the lane, end the lane and close all connections. Twice is fine."""
         if self._closed:
             return
+        try:
+            self._step.finish_postponed()
+        except GradlaneError as error:
+            log.warning("close: %s", error)
         self._closed = True
         self._unless_closed.detach()
         self._step.lane.close()
@@ -263,6 +288,7 @@ class Session(Checkpoints):
     def _step_begins(self, joined: bool) -> Exception | None:
         """Before each step; after the first one, warn of state that no checkpoint would contain."""
         self._ownership.used = True
+        tune_by_trials(self.strategy, self._scopes, self.step, self._device)
         if not self._searched_stray and self.step > 0:
             self._searched_stray = True
             for warning in unsaved_state(self.strategy):

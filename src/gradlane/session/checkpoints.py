@@ -55,6 +55,7 @@ class Checkpoints(ABC):
         """
         self._must_be_open()
         self._state.load(self.strategy, Path(path), strict, timeout)
+        self._loaded()
 
     def state_dict(self) -> dict[str, Any]:
         """The step and this rank's memory: tensors, numbers and strings only. Each rank has its own."""
@@ -67,6 +68,10 @@ class Checkpoints(ABC):
         strategy is refused. ``load`` can do more."""
         self._must_be_open()
         self._state.load_state_dict(self.strategy, state)
+        self._loaded()
+
+    def _loaded(self) -> None:  # noqa: B027  most sessions have nothing to do
+        """The state of the strategy is another one now."""
 
     def _must_be_open(self) -> None:
         if self._closed:

@@ -24,6 +24,8 @@ from ..settings import Settings
 from ..strategies.text import describe
 from ..telemetry.ledger import Ledger
 from ..telemetry.sink import RunInfo
+from .kernels_in_use import kernels_on, prepare_kernels
+from .on_devices import refuse_several_devices, refuse_sparse_gradients
 
 
 def open_for(
@@ -41,7 +43,8 @@ def open_for(
     mesh: Mesh | None = None,
 ) -> Opened:
     """Open the lane; if ranks differ, or one of them objects to the strategy, all ranks raise."""
-    run = RunInfo(group.rank(), group.size(), describe(strategy))
+    prepare_kernels(strategy, device)
+    run = RunInfo(group.rank(), group.size(), describe(strategy), kernels_on(device))
     with ledger.opening(run) as ready:  # all ranks learn of a file that one of them cannot write
         return open_lane(
             group,
@@ -59,7 +62,11 @@ def open_for(
             limit=limit_of(settings.timeout, backing(group), device),
             ranks_per_node=settings.ranks_per_node,
             mesh=mesh,
-            against=objection_to(strategy, module, gives),
+            against=objection(
+                lambda: refuse_several_devices(module),
+                lambda: refuse_sparse_gradients(module, device),
+            )
+            or objection_to(strategy, module, gives),
             enter=lambda scopes: strategy.enter(scopes, slots_of(parameters)),
             uses_nodes=any(part.uses_nodes for part in parts(strategy)),
             doing=doing,

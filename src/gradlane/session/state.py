@@ -19,6 +19,7 @@ from ..errors import InvalidValue
 from ..feed.step import Step
 from ..strategies.ledgers import keep_ledgers
 from ..strategies.text import describe, saved_by
+from ..telemetry.ledger import Ledger
 
 FORMAT = 2  # of state_dict
 
@@ -26,8 +27,11 @@ FORMAT = 2  # of state_dict
 class SessionState:
     """The parts of ``Session`` behind ``save``, ``load``, ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, step: Step, board: Board, parameters: list[Parameter], ownership: Ownership) -> None:
+    def __init__(
+        self, step: Step, board: Board, parameters: list[Parameter], ownership: Ownership, ledger: Ledger
+    ) -> None:
         self._step = step
+        self._ledger = ledger
         self._board = board
         self._parameters = parameters
         self._ownership = ownership
@@ -48,6 +52,7 @@ class SessionState:
         with keep_ledgers(strategy):
             loaded = load(self._board_for("load", timeout), folder, self._subject(strategy), strict)
         self._step.go_to(loaded.step, loaded.layout)
+        self._ledger.go_on(loaded.totals)
 
     def state_dict(self, strategy: Strategy) -> dict[str, Any]:
         self._step.finish()
@@ -78,7 +83,8 @@ class SessionState:
 
     def _subject(self, strategy: Strategy) -> Subject:
         text = describe(strategy, shared_only=True)
-        return Subject(strategy, text, self._step.next, self._parameters, self._step.layout())
+        totals = self._ledger.totals()
+        return Subject(strategy, text, self._step.next, self._parameters, self._step.layout(), totals)
 
     def load_state(self, strategy: Strategy, state: Mapping[str, Any], step: int) -> None:
         """All of a state that came another way than from a folder of ``save``."""

@@ -26,7 +26,7 @@ def slots_of(shapes: Mapping[str, Shape] | nn.Module) -> tuple[Slot, ...]:
     )
 
 
-def split(slots: Iterable[tuple[Slot, torch.dtype]], bucket_bytes: int | None) -> list[tuple[Slot, ...]]:
+def split(slots: Iterable[tuple[Slot, torch.dtype]], bucket_bytes: int | None) -> list[Layout]:
     """Split the parameters, in their order, into buckets of one dtype and at most ``bucket_bytes``.
 
     A larger parameter gets a bucket of its own. None means no limit.

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..core.bucket import Bucket, Slot
+from ..core.bucket import Bucket, Layout, Slot
 from ..core.collectives import Note, Payload, Request, check_parts
 from ..core.events import Event
 from ..core.running import Driver, Running
-from ..core.scopes import scopes_of
+from ..core.scopes import Scopes, scopes_of
 from ..core.strategy import Reduced, Strategy, named_states
 from ..core.world_change import Expected
-from ..errors import InvalidValue, WrongType
+from ..errors import InvalidValue
+from ..strategies.as_strategy import as_strategy
 from ..strategies.local_steps import LocalSteps
-from ..strategies.text import parse
 from .buckets import Shape, nodes_of, slots_of, split
 
 
@@ -75,10 +75,7 @@ def dry_run(
     the warm-up ``first`` is priced, then a round where one begins, and nothing in all other steps. A round
     also sends 64 bytes per other rank to call the roll, and the buffers, which no dry run knows.
     """
-    if isinstance(strategy, str):
-        strategy = parse(strategy)
-    if not isinstance(strategy, Strategy):
-        raise WrongType(f"dry_run takes a strategy, got {type(strategy).__name__}")
+    strategy = as_strategy(strategy)
     if step is not None and step < 0:
         raise InvalidValue(f"step={step} is before the first; use 0 or more")
     slots = slots_of(shapes)
@@ -100,26 +97,32 @@ def price(
     node_size: int | None = None,
 ) -> StepCost:
     """The cost of one call of the strategy for these parameters; of ``LocalSteps``, of a round."""
-    strategy = _emptied(strategy)
     scopes = scopes_of(0, nodes_of(world, node_size))
-    strategy.enter(scopes, {slot.name: Expected(slot.shape, dtype) for slot in slots})
     layouts = split(((slot, dtype) for slot in slots), bucket_bytes)
+    raw_bytes = sum(slot.numel for slot in slots) * dtype.itemsize
+    return StepCost(tuple(events_of(strategy, layouts, scopes, dtype, step)), raw_bytes)
+
+
+def events_of(
+    strategy: Strategy, layouts: Sequence[Layout], scopes: Scopes, dtype: torch.dtype, step: int
+) -> list[Event]:
+    """The requests of one step for these buckets. The strategy itself does not change."""
+    strategy = emptied(strategy)
+    strategy.enter(scopes, {slot.name: Expected(slot.shape, dtype) for layout in layouts for slot in layout})
     pricing = _Pricing(scopes.sizes)
     buckets: list[Running] = []
-    raw_bytes = 0
     for index, layout in enumerate(layouts):
         flat = torch.empty(sum(slot.numel for slot in layout), dtype=dtype, device="meta")
-        raw_bytes += flat.numel() * flat.element_size()
         bucket = Bucket(
-            flat=flat, layout=layout, step=step, rank=0, world=world, index=index,
+            flat=flat, layout=layout, step=step, rank=scopes.rank, world=scopes.world, index=index,
             is_last=index == len(layouts) - 1, sizes=scopes.sizes, places=scopes.places,
         )  # fmt: skip
         buckets.append(Running(strategy, bucket, _ignore))
     pricing.drive(buckets)
-    return StepCost(tuple(pricing.events), raw_bytes)
+    return pricing.events
 
 
-def _emptied(strategy: Strategy) -> Strategy:
+def emptied(strategy: Strategy) -> Strategy:
     """A copy with empty states: those of a strategy at work have numbers, and a dry run has none."""
     emptied = copy.deepcopy(strategy)
     for leaf in named_states(emptied):
@@ -170,24 +173,25 @@ class _Pricing(Driver[Running]):
     def perform(self, running: Running, request: Request) -> object:
         size = self._sizes[request.over]
         self.events.append(Event.of(request, running.bucket, running.phase, size))
-        return _answer(request, size)
+        return answer_like(request, size)
 
     def finished(self, running: Running, reduced: Reduced) -> None:
         """The result has no numbers."""
 
 
-def _answer(request: Request, size: int) -> object:
+def answer_like(request: Request, size: int) -> object:
+    """The answer of ``size`` ranks on meta tensors."""
     check_parts(request, size)
     if request.kind == "all_reduce":
         return request.payloads[0][0]
     if request.kind == "reduce_scatter":
         (tensor,) = request.payloads[0]
         return tensor.new_empty(tensor.numel() // size)
-    return [_like(request.payloads[0]) for _ in range(size)]
+    return [_like(request.payloads[0])] * size  # without numbers all payloads are the same
 
 
 def _like(payload: Payload) -> Payload:
-    return tuple(torch.empty_like(part) for part in payload)
+    return tuple(part.new_empty(part.shape) for part in payload)
 
 
 def _ignore(bucket: Bucket, note: Note) -> None:

@@ -13,7 +13,9 @@ from ..core.collectives import Payload, Request, all_gather, all_to_all, note
 from ..core.numbers import HUGE
 from ..core.running import intercept
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import has_streams
 from ..errors import InvalidValue, WrongType
+from ..kernels.elementwise import count_overflow
 from ..kernels.finite import divided
 from .nesting import check_wrapped
 
@@ -125,10 +127,13 @@ class _NarrowWire:
             )
         mean = request.op == "mean"
         divisor = self.bucket.divisor(request.over)
-        bounded = mean and divided(
-            wide, divisor, HUGE if _has_range_of_fp32(self.dtype) else LARGEST_FP16_SUM / divisor
-        )
-        (narrow,) = await self._narrowed((wide,), spread=divisor if mean else 1)
+        on_device, bounded = has_streams(wide.device), False
+        if mean and not on_device:
+            limit = HUGE if _has_range_of_fp32(self.dtype) else LARGEST_FP16_SUM / divisor
+            bounded = divided(wide, divisor, limit)
+        # A device divides in the pass that narrows: it does not know there what is bounded.
+        spread = divisor if mean else 1
+        narrow = await self._narrow(wide, spread, divisor=spread if on_device else 1)
         if self.bucket.wants_sent and mean and wide.shape == self.bucket.flat.shape:
             self.kept = narrow.clone()
         total: Tensor = await replace(request, payloads=((narrow,),), op="sum" if mean else request.op)
@@ -140,15 +145,19 @@ class _NarrowWire:
             await note(overflow_sum=overflow(wide, total))
         return wide.copy_(total)
 
-    async def _narrowed(self, payload: Payload, spread: int = 1) -> Payload:
-        return tuple([await self._narrow(part, spread) for part in payload])
+    async def _narrowed(self, payload: Payload) -> Payload:
+        return tuple([await self._narrow(part) for part in payload])
 
-    async def _narrow(self, wide: Tensor, spread: int) -> Tensor:
+    async def _narrow(self, wide: Tensor, spread: int = 1, divisor: int = 1) -> Tensor:
+        """``wide / divisor``; ``spread``: what it has been divided by, then or before."""
         if not self._too_wide(wide):
             return wide
         self.narrowed += 1
         narrow = self.bucket.empty(f"cast {self.narrowed}", wide.numel(), self.dtype).view(wide.shape)
-        narrow.copy_(wide)
+        if divisor == 1:
+            narrow.copy_(wide)
+        else:
+            torch.div(wide, divisor, out=narrow)
         if _holds_numbers(wide):
             lost = underflow(wide, narrow, self.bucket.step)
             if may_overflow(wide.dtype, self.dtype, spread):
@@ -176,7 +185,10 @@ def may_overflow(wide: torch.dtype, narrow: torch.dtype, spread: int) -> bool:
 
 
 def overflow(wide: Tensor, narrow: Tensor) -> Tensor | int:
-    """How many finite values became infinite. One cheap pass; they are counted only where there are some."""
+    """How many finite values became infinite. One cheap pass; they are counted only where there are some, and
+    on a device always: the host does not wait for it."""
+    if has_streams(narrow.device):
+        return count_overflow(wide, narrow)
     low, high = torch.aminmax(narrow)
     if torch.isfinite(low) & torch.isfinite(high):
         return 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from ..aggregate.elementwise import Median, NearMedian, TrimmedMean
 from ..codecs.base import Codec
+from ..codecs.randomk import RandomK
+from ..codecs.scattered import ScatteredCodec
 from ..core.bucket import Bucket
 from ..core.strategy import Strategy, named_states
 from ..errors import InvalidValue, WrongType
@@ -17,6 +20,16 @@ def check_codec(codec: object, strategy: str) -> None:
     if not isinstance(codec, Codec):
         raise WrongType(
             f"{strategy} takes a codec, got {type(codec).__name__}; write {strategy}(Int8()), say"
+        )
+
+
+def refuse_middle_of_few(rule: object, codec: Codec, strategy: str) -> None:
+    """Of an element that few ranks send, the others decode 0, and so is the middle of all."""
+    if isinstance(rule, Median | TrimmedMean | NearMedian) and isinstance(codec, ScatteredCodec | RandomK):
+        rule_name, name = type(rule).__name__, type(codec).__name__
+        raise InvalidValue(
+            f"{strategy} of {rule_name} and {name}: each rank sends other elements, so the middle of nearly "
+            f"all is 0; use a codec that sends every element, Int8() say, or the mean"
         )
 
 

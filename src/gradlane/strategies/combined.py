@@ -19,7 +19,7 @@ from ..core.collectives import all_gather, all_reduce, all_to_all, note, step_su
 from ..core.strategy import Reduced, Strategy
 from ..errors import WrongType
 from ..kernels.rows import inner_products
-from .checks import check_codec, refuse_sparse
+from .checks import check_codec, refuse_middle_of_few, refuse_sparse
 from .shards import Shards
 
 
@@ -52,6 +52,7 @@ class Combined(Strategy):
         check_codec(self.codec, "Combined")
         if not isinstance(self.rule, GramRule):
             check_aggregate(self.rule, "Combined")
+        refuse_middle_of_few(self.rule, self.codec, "Combined")
         if not isinstance(self.watch, Watch):
             raise WrongType(f"watch is a {type(self.watch).__name__}; write watch=Watch(factor=3.0)")
 

@@ -13,10 +13,11 @@ from ..codecs.topk import TopK
 from ..core.bucket import Bucket, Feedback
 from ..core.collectives import note
 from ..core.memory import Memory
+from ..core.numbers import is_number, is_whole
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
 from .exchange import Gathered
-from .feedback import residual_square
+from .feedback import EF21, ErrorFeedback, residual_square
 
 STAGES = (0.25, 0.0625, 0.015625, 0.00390625)
 """Shares that the stages of the paper's warm-up send; they leave out 75, 93.75, 98.4 and 99.6 %."""
@@ -44,13 +45,20 @@ class DGC(Strategy):
     encodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        TopK(self.ratio)  # refuses a ratio that it cannot send
-        if not 0 <= self.momentum < 1:
-            raise InvalidValue(f"DGC momentum={self.momentum}; use a number from 0 to below 1")
-        if self.clip is not None and not self.clip > 0:
-            raise InvalidValue(f"DGC clip={self.clip}; use a norm above 0, or None")
-        if self.warmup < 0:
-            raise InvalidValue(f"DGC warmup={self.warmup}; use a number of steps from 0 up")
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
+            raise InvalidValue(f"DGC ratio={self.ratio!r}; use a share above 0 and up to 1, such as 0.001")
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise InvalidValue(f"DGC momentum={self.momentum!r}; use a number from 0 to below 1")
+        if self.clip is not None and (not is_number(self.clip) or not self.clip > 0):
+            raise InvalidValue(f"DGC clip={self.clip!r}; use a norm above 0, or None")
+        if not is_whole(self.warmup) or self.warmup < 0:
+            raise InvalidValue(f"DGC warmup={self.warmup!r}; use a number of steps from 0 up")
+
+    def refuses_around(self, wrapper: Strategy) -> str | None:
+        if isinstance(wrapper, ErrorFeedback | EF21):
+            name = type(wrapper).__name__
+            return f"{name}(DGC(...)): DGC keeps a residual of its own; leave {name} out"
+        return None
 
     def share(self, step: int) -> float:
         """The share of a gradient that this step sends."""

@@ -14,7 +14,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce, all_to_all
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
-from .checks import check_codec, refuse_sparse
+from .checks import check_codec, refuse_middle_of_few, refuse_sparse
 from .encoding import SALT, copies_if_wanted, decoded, encoded, sent_of
 from .shards import Shards
 
@@ -68,6 +68,7 @@ class Gathered(Strategy):
     def __post_init__(self) -> None:
         check_codec(self.codec, "Gathered")
         check_aggregate(self.aggregate, "Gathered")
+        refuse_middle_of_few(self.aggregate, self.codec, "Gathered")
 
     @property
     def averages(self) -> bool:
@@ -109,6 +110,7 @@ class Sharded(Strategy):
         for codec in (self.codec, self.answer or self.codec):
             check_codec(codec, "Sharded")
         check_aggregate(self.aggregate, "Sharded")
+        refuse_middle_of_few(self.aggregate, self.codec, "Sharded")
 
     @property
     def averages(self) -> bool:

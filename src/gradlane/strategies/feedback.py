@@ -15,8 +15,10 @@ from ..core.collectives import note
 from ..core.memory import Memory
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import has_streams
 from ..errors import InvalidValue, WrongType
-from ..kernels.finite import all_finite
+from ..kernels.elementwise import drop_huge
+from ..kernels.finite import all_finite, choose, finite_flag
 from .nesting import check_wrapped
 from .sampling import sample_of
 
@@ -60,6 +62,9 @@ class ErrorFeedback(Strategy):
             )
         self.memory = Memory(self.dtype)
         check_wrapped(self, self.inner, _example("ErrorFeedback", self.inner))
+
+    def refuses_inside(self, part: Strategy) -> str | None:
+        return _two_residuals(self, part)
 
     async def reduce(self, bucket: Bucket) -> Reduced:
         """With g the gradient, e the residual and C what the strategy inside sends of a gradient:
@@ -124,6 +129,8 @@ class EF21(Strategy):
         check_wrapped(self, self.inner, _example("EF21", self.inner))
 
     def refuses_inside(self, part: Strategy) -> str | None:
+        if (reason := _two_residuals(self, part)) is not None:
+            return reason
         if part is not self.inner or part.averages:
             return None
         return (
@@ -138,14 +145,18 @@ class EF21(Strategy):
         reduced = await self.inner.reduce(replace(bucket, feedback=Feedback(want_sent=True)))
         # The mean of all estimates. Ranks that joined early count in it, until they have taken theirs back.
         estimate = torch.add(mean, reduced.mean, alpha=bucket.divisor() / bucket.world)
-        if all_finite(estimate):
-            mean_out.copy_(estimate)
-            torch.add(own, change if reduced.sent is None else reduced.sent(), out=own_out)
-            if not all_finite(own_out):  # it has overflowed, and the mean has not
-                own_out.nan_to_num_(nan=0.0)
-        else:  # all ranks see this and keep what they had: mean remains the mean of their estimates
-            mean_out.copy_(mean)
+        # If it is not finite all ranks see this and keep what they had: mean remains that of their estimates.
+        finite = finite_flag(estimate)
+        choose(finite, estimate, mean, mean_out)
+        if finite is False:
             own_out.copy_(own)
+        else:
+            sent = change if reduced.sent is None else reduced.sent()
+            moved = torch.add(own, sent, out=own_out) if finite is True else own + sent
+            if finite is not True or not all_finite(moved):  # it may overflow where the mean does not
+                moved.nan_to_num_(nan=0.0)
+            if finite is not True:
+                choose(finite, moved, own, own_out)
         return Reduced(bucket.flat.copy_(estimate).mul_(bucket.world / bucket.divisor()))
 
     def carried(self, saved: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
@@ -161,9 +172,12 @@ def residual_square(residual: Tensor, step: int) -> Tensor:
     later ones. Where that is so the norm is infinite too.
     """
     square = squared_norm(residual, step)
-    if torch.isfinite(square):
+    if has_streams(residual.device):
+        drop_huge(residual, square, LARGEST_RESIDUAL)
+    elif torch.isfinite(square):
         return square
-    residual.masked_fill_(residual.abs() > LARGEST_RESIDUAL, 0.0)
+    else:
+        residual.masked_fill_(residual.abs() > LARGEST_RESIDUAL, 0.0)
     return squared_norm(residual, step)
 
 
@@ -172,6 +186,15 @@ def squared_norm(residual: Tensor, step: int) -> Tensor:
     sample = sample_of(residual, step)
     norm: Tensor = torch.linalg.vector_norm(sample, dtype=torch.promote_types(residual.dtype, torch.float32))
     return norm.float().square() * (residual.numel() / max(1, sample.numel()))
+
+
+def _two_residuals(wrapper: Strategy, part: Strategy) -> str | None:
+    if not isinstance(part, ErrorFeedback | EF21):
+        return None
+    outer, inner = type(wrapper).__name__, type(part).__name__
+    return (
+        f"{outer}(... {inner}(...)): the inner one keeps what is lost, nothing is left for {outer}; use one"
+    )
 
 
 def _example(name: str, inner: object) -> str:

@@ -15,7 +15,7 @@ from ..core.memory import Memory
 from ..core.numbers import is_number, is_whole
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
-from ..kernels.finite import all_finite
+from ..kernels.finite import choose, finite_flag
 from .checks import refuse_memory_in_warm_up, refuse_sparse
 from .local_state import LocalState
 from .mean import Mean
@@ -152,7 +152,7 @@ class LocalSteps(Strategy):
         reduced = await self.inner.reduce(replace(bucket, flat=delta))
         moved = torch.sub(anchor, reduced.mean, out=delta)
         # All ranks see in the answer what is not finite, and go back; it is not remembered.
-        anchor_out.copy_(moved if all_finite(moved) else anchor)
+        choose(finite_flag(moved), moved, anchor, anchor_out)
         if not weights.is_meta:
             await note(**self._figures(as_layout(bucket.layout), own, sample_of(reduced.mean)))
         return Reduced(weights if moved is weights else weights.copy_(moved))

@@ -11,7 +11,7 @@ from ..core.memory import Memory
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
-from ..kernels.finite import all_finite
+from ..kernels.finite import choose, finite_flag
 from .checks import refuse_sparse
 from .feedback import EF21, ErrorFeedback
 from .nesting import check_wrapped
@@ -54,6 +54,6 @@ class WorkerMomentum(Strategy):
         momentum, momentum_out = self.memory.buffers(bucket)
         moved = bucket.empty("momentum", flat.numel(), momentum.dtype)
         torch.mul(momentum, self.beta, out=moved).add_(flat, alpha=1 - self.beta)
-        momentum_out.copy_(moved if all_finite(moved) else momentum)
+        choose(finite_flag(moved), moved, momentum, momentum_out)
         flat.copy_(moved)
         return await self.inner.reduce(bucket)

@@ -13,7 +13,7 @@ from ..core.memory import Memory
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue
-from ..kernels.finite import all_finite
+from ..kernels.finite import choose, finite_flag
 from .checks import refuse_sparse
 from .feedback import EF21, ErrorFeedback
 from .mean import Mean
@@ -83,6 +83,6 @@ class Nesterov(Strategy):
         step = bucket.empty("nesterov step", flat.numel(), u.dtype)
         torch.add(delta, moved, alpha=self.momentum, out=step).mul_(self.lr)
         answer = flat.copy_(step).detach()
-        finite = all_finite(answer)  # then delta and the new velocity are finite too
-        u_out.copy_(moved if finite else u)
-        return Reduced(answer, bounded=finite)
+        finite = finite_flag(answer)  # then delta and the new velocity are finite too
+        choose(finite, moved, u, u_out)
+        return Reduced(answer, bounded=finite is True)

@@ -15,6 +15,7 @@ from ..core.bucket import Bucket
 from ..core.collectives import all_reduce, note, step_sum
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import on_device
 from ..errors import InvalidValue, WrongType
 from ..log import log
 from .accountant import Spent, epsilon_of, epsilon_of_all
@@ -136,11 +137,10 @@ class Private(Strategy):
         part = self._participation
         if part is not None and part.square is square:  # all buckets of a step get the same tensor
             return part
-        part = _Participation(square, self.clip, self.sample_rate)
-        bad = torch.tensor([part.bad], dtype=torch.int32, device=square.device)
-        bad = await all_reduce(bad, op="max", exact=True)
+        part = _Participation(square, self.sample_rate)
+        bad = await all_reduce(part.bad(), op="max", exact=True)
         if square.device.type != "meta":
-            part.refused = bool(bad.item())
+            part.decide(bad, self.clip)
             self.spent.steps += not part.refused  # before anything is sent
             await note(private_clipped=part.clipped, private_nonfinite=part.nonfinite)
         self._participation = part
@@ -150,15 +150,25 @@ class Private(Strategy):
 class _Participation:
     """How this rank takes part in one step."""
 
-    def __init__(self, square: Tensor, clip: float, sampling: float) -> None:
+    def __init__(self, square: Tensor, sampling: float) -> None:
         self.square = square
-        norm = 0.0 if square.is_meta else math.sqrt(square.item())
-        self.nonfinite = not math.isfinite(norm)
+        self.refused = self.nonfinite = self.clipped = False
+        self._chosen = SystemRandom().random() < sampling
+        self._scale = 0.0
+
+    def bad(self) -> Tensor:
+        """1 where this rank's gradient is not finite. That of a rank that takes no part must not show."""
+        if not self._chosen:
+            return torch.zeros(1, dtype=torch.int32, device=self.square.device)
+        return self.square.isfinite().logical_not_().to(torch.int32).view(1)
+
+    def decide(self, bad: Tensor, clip: float) -> None:
+        """All ranks know now whether one of them is bad. The host waits once for all that it must know."""
+        square, refused = torch.cat([self.square.view(1), bad.to(torch.float64)]).tolist()
+        norm = math.sqrt(square)
+        self.refused, self.nonfinite = bool(refused), not math.isfinite(norm)
         self.clipped = not self.nonfinite and norm > clip * WITHIN
-        chosen = SystemRandom().random() < sampling
-        self.bad = self.nonfinite and chosen  # the gradient of a rank that takes no part must not show
-        self.refused = False
-        self._scale = 0.0 if not chosen else clip * WITHIN / norm if self.clipped else 1.0
+        self._scale = 0.0 if not self._chosen else clip * WITHIN / norm if self.clipped else 1.0
 
     def scale_down(self, flat: Tensor) -> None:
         """Turn the gradient into this rank's contribution to the sum, without its noise."""
@@ -189,7 +199,7 @@ def add_noise(flat: Tensor, deviation: float, buffer: Tensor) -> None:
     for piece in torch.split(flat, max(1, buffer.numel())):
         part = drawn[: piece.numel()]
         source.standard_normal(out=part.numpy())
-        piece.add_(part.to(flat.device), alpha=deviation)
+        piece.add_(on_device(part, flat.device), alpha=deviation)
 
 
 def _check_bucket(bucket: Bucket) -> None:

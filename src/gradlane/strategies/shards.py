@@ -67,6 +67,14 @@ class Shards:
         before, after = (_cut(flat, self.size, world) for flat in (feedback.residual, feedback.residual_out))
         return list(map(Feedback, before, after))
 
+    def _own_feedback(self) -> Feedback:
+        """The residual of this rank's own shard."""
+        feedback = self._bucket.feedback
+        if feedback is None or feedback.residual is None or feedback.residual_out is None:
+            return Feedback()
+        own = slice(self._bucket.rank * self.size, self._bucket.rank * self.size + self.filled)
+        return Feedback(feedback.residual[own], feedback.residual_out[own])
+
     def combined(self, received: Sequence[Payload], aggregate: Aggregate) -> Tensor:
         """This rank's shard of the answer, padded to the size of a shard."""
         bucket, total = self._bucket, self.answer_buffer(self._wide())
@@ -122,21 +130,23 @@ class Shards:
 
     def _answer_with_feedback(self, total: Tensor, seed: int) -> Payload:
         bucket, count = self._bucket, self._bucket.divisor()
-        own = self._feedback()[bucket.rank]
-        residual = bucket.empty("shard residual", self.size, self._wide()).zero_()
+        own = self._own_feedback()
+        residual = bucket.empty("shard residual", self.size, self._wide())
         filled = residual[: self.filled]
-        if own.residual is not None:
-            filled.add_(own.residual, alpha=1 / count)  # it is of a sum, and total is a mean
+        residual[self.filled :].zero_()
+        if own.residual is None:
+            filled.zero_()
+        else:  # it is of a sum, and total is a mean
+            torch.mul(own.residual.to(filled.dtype), 1 / count, out=filled)
         if bucket.wants_sent:
             self._own_sent = torch.add(self._own, filled, alpha=count)
         payload = encoded(self._answer, bucket, total, Feedback(residual, residual), seed, "shard mean")
-        filled.mul_(count)
         if own.residual_out is not None:
-            own.residual_out.copy_(filled)
+            torch.mul(filled, count, out=own.residual_out)
             if not own.residual_out.is_meta:
                 keep_finite(own.residual_out)
         if self._own_sent is not None:
-            self._own_sent.sub_(filled)
+            self._own_sent.sub_(filled.mul_(count))
         return payload
 
     def reduced(self, everyone: Sequence[Payload]) -> Reduced:
@@ -175,5 +185,5 @@ def shard_size(numel: int, world: int, granularity: int) -> int:
 
 
 def _cut(flat: Tensor, size: int, world: int) -> list[Tensor]:
-    numel = flat.numel()
-    return [flat[min(rank * size, numel) : min((rank + 1) * size, numel)] for rank in range(world)]
+    parts = list(torch.split(flat, size)) if size else []
+    return parts + [flat[:0]] * (world - len(parts))

@@ -15,7 +15,7 @@ from ..core.memory import Memory
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
 from ..errors import InvalidValue, WrongType
-from ..kernels.finite import all_finite
+from ..kernels.finite import choose, finite_flag
 from .checks import refuse_sparse
 from .feedback import EF21, ErrorFeedback
 from .momentum import WorkerMomentum
@@ -76,7 +76,7 @@ class SharedMomentum(Strategy):
             self._move(m, flat, moved, bucket)
         flat.copy_(moved)
         reduced = await self.inner.reduce(bucket)
-        m_out.copy_(reduced.mean if all_finite(reduced.mean) else m)
+        choose(finite_flag(reduced.mean), reduced.mean, m, m_out)
         return Reduced(reduced.mean, bounded=reduced.bounded)
 
     def _move(self, m: Tensor, g: Tensor, out: Tensor, bucket: Bucket) -> None:

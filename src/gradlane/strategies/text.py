@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import isabstract
@@ -19,6 +19,7 @@ from ..codecs.base import Codec
 from ..core.strategy import Strategy
 from ..errors import InvalidValue, WrongType
 from .describe import describe, is_function
+from .suggestions import instead_of, instead_of_name, objection_to_arguments
 
 __all__ = ["DTYPES", "describe", "exported_parts", "parse", "saved_by"]
 
@@ -26,6 +27,7 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
+OPTION = re.compile(r"\s*\w+\s*=[^=]")
 MOST_LEVELS = 100  # of calls inside calls; a strategy has less than ten
 
 
@@ -52,18 +54,27 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] | None = None) -> S
     """
     if not isinstance(text, str):
         raise WrongType(f"parse reads text, got {type(text).__name__}")
+    if not text.strip():
+        raise InvalidValue(f"{text!r} is not a strategy: it is empty; write Mean(), say")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a backslash that means nothing, a number run into a name
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError, Warning) as error:
-        raise InvalidValue(f"{_in_short(text)} is not a strategy: {error}") from None
+        if OPTION.match(text):
+            raise InvalidValue(
+                f"{_in_short(text)} is an option and no strategy; it stands in the brackets of one, as in "
+                "Sharded(Int8(rotate=True))"
+            ) from None
+        why = error.msg if isinstance(error, SyntaxError) else error  # without its place: it is one line
+        raise InvalidValue(f"{_in_short(text)} is not a strategy: {why}") from None
     known = {**exported_parts(), **(names or {})}
     strategy = _read(tree, known, _in_short(text), MOST_LEVELS)
     if strategy is known.get(text.strip()) and not is_function(strategy):
         raise InvalidValue(f"{text!r} is a name only; write {text.strip()}()")
     if not isinstance(strategy, Strategy):
-        raise InvalidValue(f"{_in_short(text)} reads as a {type(strategy).__name__}, not as a strategy")
+        hint = instead_of(strategy) or f"it reads as {type(strategy).__name__}"
+        raise InvalidValue(f"{_in_short(text)} is not a strategy: {hint}")
     return strategy
 
 
@@ -121,6 +132,8 @@ def _made(
     if twice := [word for word in words if words.count(word) > 1]:
         raise InvalidValue(f"{name} in {text} has {twice[0]} twice; say it once")
     values, named = [read(arg) for arg in args], {str(word.arg): read(word.value) for word in keywords}
+    if wrong := objection_to_arguments(part, name, values, named):
+        raise InvalidValue(f"{wrong}; the text is {text}")
     try:
         return part(*values, **named)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
@@ -153,9 +166,7 @@ def _known(name: str, known: Mapping[str, Callable[..., Any]], text: str) -> Any
         return DTYPES[name]
     if name in known:
         return known[name]
-    near = get_close_matches(name, [*known, *DTYPES], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-    raise InvalidValue(f"{name!r} in {text} is not known; {hint}")
+    raise InvalidValue(f"{name!r} in {text} is not known; {instead_of_name(name, known, DTYPES)}")
 
 
 def saved_by(strategy: Strategy, text: str) -> bool:

@@ -13,8 +13,10 @@ from ..core.bucket import Bucket
 from ..core.collectives import all_gather, all_reduce
 from ..core.numbers import is_number
 from ..core.strategy import Reduced, Strategy
+from ..core.streams import has_streams
 from ..errors import InvalidValue, WrongType
 from .combined import Combined
+from .device_weights import LastTotal, shares_on_device
 from .feedback import EF21, ErrorFeedback
 from .mean import Mean
 from .nesting import check_wrapped
@@ -28,7 +30,8 @@ class WeightedMean(Strategy):
     ``weight`` is this rank's number, a function that is called once per step, so that all buckets of a step
     agree (how many samples this rank has just seen, say), or a ``TokenCount``. A function may take the bucket
     (``lambda bucket: tokens[bucket.rank]``) or nothing. A rank with weight 0 does not count, nor does one
-    that has joined early. If all weights are 0 every rank raises.
+    that has joined early. If all weights are 0 every rank raises; on a device the answer is NaN, and the next
+    step raises, because the host does not wait for the weights.
 
     With the plain mean inside there is one all-reduce of [w*g, w] per bucket, in fp32 at least. With any
     other, inside a ``Cast``, or with ``max_share``, the weights go first in a message of their own, 8 bytes
@@ -44,6 +47,7 @@ class WeightedMean(Strategy):
     max_share: float | None = None
     keeps_privacy: ClassVar[bool] = False
     _step_weight: StepWeight = field(init=False, repr=False, compare=False)
+    _last_total: LastTotal = field(init=False, default_factory=LastTotal, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._step_weight = StepWeight(self.weight)
@@ -89,7 +93,7 @@ class WeightedMean(Strategy):
         _check_bucket(bucket)
         own = self._step_weight.of(bucket)
         if type(self.inner) is Mean and self.max_share is None and not _narrowed(bucket):
-            return Reduced(await _in_one_message(bucket, own))
+            return Reduced(await self._in_one_message(bucket, own))
         flat = bucket.flat
         wide = await self._weighted(bucket, own)
         reduced = await self.inner.reduce(replace(bucket, flat=wide))
@@ -111,38 +115,54 @@ class WeightedMean(Strategy):
         if (dtype := _wide(wide)) != wide.dtype:
             wide = bucket.empty("weighted", wide.numel(), dtype).copy_(wide)
         # Not 0 * nan: the gradient of a rank that does not count must not reach the others.
-        return wide.mul_(factor) if factor else wide.zero_()
+        if own.weight:
+            return wide.mul_(factor)
+        return wide.fill_(factor) if isinstance(factor, Tensor) else wide.zero_()
 
-    async def _factor(self, bucket: Bucket, own: RankWeight) -> float:
-        """The factor that makes this rank's gradient its part of a plain mean."""
+    async def _factor(self, bucket: Bucket, own: RankWeight) -> float | Tensor:
+        """The factor that makes this rank's gradient its part of a plain mean; 0 or, where nobody counts, NaN
+        for a rank that does not count."""
         self.check_world(bucket.world)
+        self._refuse_last_step(bucket)
         # The bits of a double as an integer: no ``Cast`` around narrows it.
-        bits = torch.tensor([own.weight], dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
+        bits = torch.full((1,), own.weight, dtype=torch.float64, device=bucket.flat.device).view(torch.int64)
         everyone = await all_gather((bits,))
         if bits.device.type == "meta":
             return 1.0
-        weights = [row.view(torch.float64).item() for (row,) in everyone]
+        gathered = torch.cat([row for (row,) in everyone]).view(torch.float64)
+        if has_streams(gathered.device):
+            self._last_total.keep(gathered.sum(), bucket.step)
+            share_of_it = shares_on_device(gathered, self.max_share)[bucket.rank]
+            return share_of_it * (bucket.divisor() * (own.factor / own.weight) if own.weight else 0.0)
+        weights = gathered.tolist()
         if not any(weights):
-            raise _nobody_counts(bucket, 0.0)
+            raise _nobody_counts(bucket.world, bucket.step, 0.0)
         if not own.weight:
             return 0.0
         share = shares(weights, self.max_share)[bucket.rank]
         return share * bucket.divisor() * (own.factor / own.weight)
 
+    async def _in_one_message(self, bucket: Bucket, own: RankWeight) -> Tensor:
+        self._refuse_last_step(bucket)
+        flat = bucket.flat
+        message = bucket.empty("weighted mean", flat.numel() + 1, _wide(flat))
+        if own.weight:
+            message[:-1].copy_(flat).mul_(own.factor)
+        else:
+            message[:-1].zero_()
+        message[-1] = own.weight
+        total = await all_reduce(message, op="sum")
+        weights = total[-1]
+        if has_streams(weights.device):
+            self._last_total.keep(weights, bucket.step)
+        elif weights.device.type != "meta" and not weights > 0:
+            raise _nobody_counts(bucket.world, bucket.step, weights.item())
+        return flat.copy_(total[:-1].div_(weights))
 
-async def _in_one_message(bucket: Bucket, own: RankWeight) -> Tensor:
-    flat = bucket.flat
-    message = bucket.empty("weighted mean", flat.numel() + 1, _wide(flat))
-    if own.weight:
-        message[:-1].copy_(flat).mul_(own.factor)
-    else:
-        message[:-1].zero_()
-    message[-1] = own.weight
-    total = await all_reduce(message, op="sum")
-    weights = total[-1]
-    if weights.device.type != "meta" and not weights > 0:
-        raise _nobody_counts(bucket, weights.item())
-    return flat.copy_(total[:-1].div_(weights))
+    def _refuse_last_step(self, bucket: Bucket) -> None:
+        step = self._last_total.take_step_without_weights(bucket.step)
+        if step is not None:
+            raise _nobody_counts(bucket.world, step, 0.0)
 
 
 def _wide(flat: Tensor) -> torch.dtype:
@@ -154,10 +174,10 @@ def _narrowed(bucket: Bucket) -> bool:
     return bucket.wire is not None and bucket.wire.itemsize < _wide(bucket.flat).itemsize
 
 
-def _nobody_counts(bucket: Bucket, total: float) -> InvalidValue:
+def _nobody_counts(world: int, step: int, total: float) -> InvalidValue:
     return InvalidValue(
-        f"the weights of all {bucket.world} ranks add up to {total:g} in step {bucket.step}; "
-        "at least one rank needs a weight above 0"
+        f"the weights of all {world} ranks add up to {total:g} in step {step}; at least one rank needs a "
+        "weight above 0"
     )
 
 

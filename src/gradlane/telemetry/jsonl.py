@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..core.events import Event, StepTimes
+from ..core.events import DeviceTimes, DeviceTiming, Event, StepTimes
 from ..errors import InvalidValue, WrongState
 from ..log import log
 from .sink import RunInfo, Sink
@@ -28,6 +28,7 @@ class JsonLines(Sink):
         self.path = Path(path)
         self._file: TextIOWrapper | None = None
         self._events: list[Event] = []
+        self._device_lines: list[dict[str, Any]] = []
         self._layouts: dict[int, tuple[str, ...]] = {}
         self._flushed = 0.0
 
@@ -49,6 +50,7 @@ class JsonLines(Sink):
                     "rank": run.rank,
                     "world": run.world,
                     "strategy": run.strategy,
+                    "kernels": run.kernels,
                     "clock": time.time() - time.perf_counter(),
                 }
             ]
@@ -57,10 +59,15 @@ class JsonLines(Sink):
     def __call__(self, event: Event) -> None:
         self._events.append(event)
 
+    def device_timed(self, times: DeviceTimes) -> None:
+        self._device_lines = [_device(times.step, request) for request in times.requests]
+        self._device_lines.append(_device_step(times))
+
     def step_ended(self, times: StepTimes) -> None:
         events, self._events = self._events, []
+        on_device, self._device_lines = self._device_lines, []
         lines = [line for event in events for line in self._lines(event)]
-        self._write([*lines, _step(times)])
+        self._write([*lines, *on_device, _step(times)])
 
     def close(self) -> None:
         """Write the remaining events. An attachment calls it when it closes."""
@@ -123,6 +130,29 @@ def _request(event: Event) -> dict[str, Any]:
             "decode_s": round(timing.decode, 7),
         }
     return line
+
+
+def _device(step: int, timing: DeviceTiming) -> dict[str, Any]:
+    return {
+        "type": "device",
+        "step": step,
+        "bucket": timing.bucket,
+        "phase": timing.phase,
+        "kind": timing.kind,
+        "began": round(timing.began, 7),
+        "encode_s": round(timing.encode, 7),
+        "collective_s": round(timing.collective, 7),
+        "decode_s": round(timing.decode, 7),
+    }
+
+
+def _device_step(times: DeviceTimes) -> dict[str, Any]:
+    return {
+        "type": "device_step",
+        "step": times.step,
+        "computed": round(times.computed, 7),
+        "ended": round(times.ended, 7),
+    }
 
 
 def _step(times: StepTimes) -> dict[str, Any]:

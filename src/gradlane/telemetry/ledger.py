@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from torch import Tensor
 
 from ..core.bucket import Bucket
 from ..core.collectives import Note
-from ..core.events import Event, StepTimes
+from ..core.events import DeviceTimes, Event, StepTimes
 from ..errors import GradlaneError, RanksDisagree
 from ..log import log
 from .sink import Observer, RunInfo, Sink
@@ -44,12 +45,14 @@ class Ledger:
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = observers
+        self.observed = bool(observers)
         self._sinks = [observer for observer in observers if isinstance(observer, Sink)]
         self._totals: Figures = dict.fromkeys(COUNTED, 0)
-        self._before: Figures = dict(self._totals)  # totals at the begin of the last step
-        self._step: Figures = dict(self._totals)  # what the last step added
+        self._before: Figures = dict(self._totals)  # totals at the begin of the last complete step
+        self._after: Figures = dict(self._totals)  # and at its end
         self._unfinished = False  # all buckets of a step came in, and step_ended was not called
         self._lock = threading.Lock()
+        self._paused = False
 
     @contextmanager
     def opening(self, run: RunInfo) -> Iterator[str]:
@@ -76,7 +79,18 @@ class Ledger:
         for sink in self._sinks:
             sink.close()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count: what is sent here measures the link, and carries no gradient."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def on_event(self, event: Event) -> None:
+        if self._paused:
+            return
         totals = self._totals
         totals["collectives"] += 1
         totals["bytes_payload"] += event.payload_bytes
@@ -88,6 +102,21 @@ class Ledger:
             totals["decode_seconds"] += timing.decode
         for observer in self._observers:
             observer(event)
+
+    def on_device_times(self, times: DeviceTimes) -> None:
+        """What the step that is about to end took on a device; only devices have these figures."""
+        if self._paused:
+            return
+        found = {
+            "device_seconds": sum(request.collective for request in times.requests),
+            "device_encode_seconds": sum(request.encode for request in times.requests),
+            "device_decode_seconds": sum(request.decode for request in times.requests),
+            "device_exposed_seconds": times.exposed,
+        }
+        for name, seconds in found.items():
+            self._totals[name] = self._totals.get(name, 0) + seconds
+        for sink in self._sinks:
+            self._notify(sink, partial(sink.device_timed, times), times.step)
 
     def on_note(self, bucket: Bucket, note: Note) -> None:
         with self._lock:  # the hook's thread and the lane's thread may call it at the same time
@@ -104,6 +133,15 @@ class Ledger:
         self._totals["bytes_dense"] += dense_wire_bytes
         self._totals["steps"] += last
 
+    def sent_elsewhere(self, payload_bytes: int, wire_bytes: int) -> None:
+        """Count what DDP has sent without a hook, of which there are no events."""
+        self._totals["bytes_payload"] += payload_bytes
+        self._totals["bytes_wire"] += wire_bytes
+
+    def step_passed(self) -> None:
+        """The end of a step without a strategy."""
+        self._close_step()
+
     def skipped(self) -> None:
         """Count the step that is about to end as skipped."""
         self._totals["skipped"] += 1
@@ -112,35 +150,48 @@ class Ledger:
         self._totals["exposed_seconds"] += times.exposed
         self._close_step()
         for sink in self._sinks:
-            if sink in self._observers:
-                self._notify(sink, times)
+            self._notify(sink, partial(sink.step_ended, times), times.step)
 
-    def _notify(self, sink: Sink, times: StepTimes) -> None:
+    def _notify(self, sink: Sink, call: Callable[[], None], step: int) -> None:
         """An error is only logged. All ranks have done the step: if one raised now, the others would wait for
         it in the next."""
+        if sink not in self._observers:
+            return
         try:
-            sink.step_ended(times)
+            call()
         except Exception:  # noqa: BLE001  user code may raise anything
             self._observers = [observer for observer in self._observers if observer is not sink]
-            log.exception("%r raised at the end of step %d; it gets no more events", sink, times.step)
+            log.exception("%r raised at the end of step %d; it gets no more events", sink, step)
 
     def _close_step(self) -> None:
-        totals = dict(self._totals)
-        self._step = {name: value - self._before.get(name, 0) for name, value in totals.items()}
-        self._before = totals
+        self._before, self._after = self._after, dict(self._totals)
         self._unfinished = False
+
+    def totals(self) -> dict[str, float]:
+        """For a checkpoint: what was counted, but for what is not finite."""
+        counted = {name: float(value) for name, value in self._totals.items()}
+        return {name: value for name, value in counted.items() if math.isfinite(value)}
+
+    def go_on(self, totals: Mapping[str, float]) -> None:
+        """Count on from what a run had counted when it was saved."""
+        for name, value in totals.items():
+            for figures in (self._totals, self._before, self._after):
+                figures[name] = figures.get(name, 0) + value
 
     def metrics(self) -> dict[str, float]:
         """Totals as ``comm/name``; what the last complete step added as ``comm/step/name``."""
-        return {**_named(self._totals, "comm/"), **_named(self._step, "comm/step/"), **self._gauges()}
+        # Only now: on a device these are kernels, of whoever asks.
+        step = {name: value - self._before.get(name, 0) for name, value in self._after.items()}
+        return {**_named(self._totals, "comm/"), **_named(step, "comm/step/"), **_gauges(step)}
 
-    def _gauges(self) -> dict[str, float]:
-        found = {
-            name.removesuffix(SQUARE) + "_norm": math.sqrt(max(0.0, float(value)))
-            for name, value in self._step.items()
-            if name.endswith(SQUARE)
-        }
-        return {f"comm/{name}": value for name, value in (GAUGES | found).items()}
+
+def _gauges(step: Figures) -> dict[str, float]:
+    found = {
+        name.removesuffix(SQUARE) + "_norm": math.sqrt(max(0.0, float(value)))
+        for name, value in step.items()
+        if name.endswith(SQUARE)
+    }
+    return {f"comm/{name}": value for name, value in (GAUGES | found).items()}
 
 
 def _named(figures: Figures, prefix: str) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..core.events import Event, StepTimes
+from ..core.events import DeviceTimes, Event, StepTimes
 from ..errors import WrongType
 
 Observer = Callable[[Event], None]
@@ -18,6 +18,8 @@ class RunInfo:
     rank: int
     world: int
     strategy: str
+    kernels: str = ""
+    """Those that do the work of codecs: in C, in Triton, or plain torch and why."""
 
 
 class Sink:
@@ -29,6 +31,10 @@ class Sink:
     def __call__(self, event: Event) -> None:
         """Called for every request, on the lane's thread: keep it short, format later. If it raises, the step
         fails on all ranks."""
+
+    def device_timed(self, times: DeviceTimes) -> None:
+        """Called on a device before ``step_ended``: what the step took there, by the device's own clock. An
+        ``Event`` of the step came earlier, when the host had called the kernels."""
 
     def step_ended(self, times: StepTimes) -> None:
         """Called at the end of every backward, on its thread, when the lane is idle. All ranks have done the

@@ -11,7 +11,9 @@ from ..errors import InvalidValue
 from .jsonl import FORMAT
 
 PARTS = ("encode", "queued", "collective", "decode")
+DEVICE_PARTS = ("encode", "collective", "decode")
 BACKWARD_TRACK = 0  # bucket b is track b + 1
+DEVICE_TRACK = 1_000_000  # one stream, so one track
 Line = dict[str, Any]
 
 
@@ -36,7 +38,8 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def chrome_trace(runs: Sequence[Sequence[Line]], steps: range | None = None) -> dict[str, Any]:
-    """One process per rank, in it one track for backward and one per bucket.
+    """One process per rank, in it one track for backward and one per bucket. A device adds one: what the
+    lane's stream did. The tracks of buckets then show when the host called it.
 
     Ranks on one machine share a clock. Those of different machines are aligned by their wall clocks, as
     exactly as these agree.
@@ -50,6 +53,10 @@ def chrome_trace(runs: Sequence[Sequence[Line]], steps: range | None = None) -> 
         for line in wanted:
             if line["type"] == "request" and "began" in line:
                 events += _request(line, run["rank"], clock)
+            elif line["type"] == "device":
+                events += _on_device(line, run["rank"], clock)
+            elif line["type"] == "device_step":
+                events += _device_step(line, run["rank"], clock)
             elif line["type"] == "step":
                 events += _step(line, run["rank"], clock)
     if not any(event["ph"] == "X" for event in events):
@@ -67,6 +74,8 @@ def _names(run: Line, lines: Sequence[Line]) -> Iterable[Line]:
     yield _named("thread_name", rank, BACKWARD_TRACK, "backward")
     for bucket in sorted({line["bucket"] for line in lines[1:] if line["type"] == "bucket"}):
         yield _named("thread_name", rank, bucket + 1, f"bucket {bucket}")
+    if any(line["type"] == "device" for line in lines[1:]):
+        yield _named("thread_name", rank, DEVICE_TRACK, "device, the lane's stream")
 
 
 def _named(what: str, rank: int, track: int, name: str) -> Line:
@@ -74,14 +83,32 @@ def _named(what: str, rank: int, track: int, name: str) -> Line:
 
 
 def _request(line: Line, rank: int, clock: float) -> Iterable[Line]:
-    start = line["began"]
     details = {key: line[key] for key in ("step", "phase", "payload_bytes", "wire_bytes")}
-    for part in PARTS:
+    return _parts(line, PARTS, rank, line["bucket"] + 1, clock, details)
+
+
+def _on_device(line: Line, rank: int, clock: float) -> Iterable[Line]:
+    details = {key: line[key] for key in ("step", "bucket", "phase")}
+    return _parts(line, DEVICE_PARTS, rank, DEVICE_TRACK, clock, details)
+
+
+def _parts(
+    line: Line, parts: Sequence[str], rank: int, track: int, clock: float, details: Line
+) -> Iterable[Line]:
+    start = clock + line["began"]
+    for part in parts:
         seconds = line[f"{part}_s"]
         name = line["kind"] if part == "collective" else part
         if seconds:
-            yield _span(name, rank, line["bucket"] + 1, clock + start, seconds, details)
+            yield _span(name, rank, track, start, seconds, details)
         start += seconds
+
+
+def _device_step(line: Line, rank: int, clock: float) -> Iterable[Line]:
+    exposed = line["ended"] - line["computed"]
+    if exposed > 0:
+        start = clock + line["computed"]
+        yield _span("exposed on the device", rank, BACKWARD_TRACK, start, exposed, {"step": line["step"]})
 
 
 def _step(line: Line, rank: int, clock: float) -> Iterable[Line]:

@@ -22,7 +22,7 @@ def digits() -> tuple[Images, Images]:
     except ModuleNotFoundError:
         raise InvalidValue(
             "the task digits needs scikit-learn, which is not installed; "
-            "pip install 'gradlane[digits]', or use --task bytes"
+            "pip install scikit-learn, or use --task bytes"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     inputs, targets = torch.as_tensor(pixels).float() / BRIGHTEST, torch.as_tensor(labels).long()

@@ -21,7 +21,7 @@ T_975 = (
 )
 NO_FIGURES = dict.fromkeys(
     (
-        *("final_loss", "gap", "gap_interval", "bytes_per_step", "seconds_per_step"),
+        *("final_loss", "gap", "gap_interval", "bytes_per_step", "seconds_per_step", "phases"),
         *("to_target_s", "to_target_bytes", "to_target_steps"),
     )
 )
@@ -76,10 +76,19 @@ def figures(
         "gap_interval": interval,
         "bytes_per_step": sum(run.bytes[-1] for run in counted) / steps if steps else None,
         "seconds_per_step": median(step_seconds) if step_seconds else None,
+        "phases": phases_of_runs(counted),
         "to_target_s": _mean([cost and cost.seconds for cost in costs]),
         "to_target_bytes": _mean([cost and cost.bytes for cost in costs]),
         "to_target_steps": _mean([cost and cost.steps for cost in costs]),
     }
+
+
+def phases_of_runs(runs: Sequence[SeedRun]) -> dict[str, float] | None:
+    """Mean seconds per step and rank in each phase; None of an arm without a strategy."""
+    samples = [sample for run in runs for sample in run.phases]
+    if not samples:
+        return None
+    return {f"{phase}_s": fmean(sample[phase] for sample in samples) for phase in samples[0]}
 
 
 def paired_gap(

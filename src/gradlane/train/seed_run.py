@@ -27,12 +27,14 @@ class SeedRun:
     seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     sent_bytes: int = 0  # by rank 0, up to now
+    phases: list[dict[str, float]] = field(default_factory=list)  # of each rank in each step, if recorded
 
     def add_step(self, step: int, samples: Sequence[Trained]) -> None:
         """Record step ``step``, counted from 0, with the samples of all ranks."""
         last, first = max(sample.end for sample in samples), min(sample.start for sample in samples)
         self.step_seconds.append(last - first)
         self.sent_bytes = samples[0].sent_bytes
+        self.phases += [sample.phases for sample in samples if sample.phases is not None]
         if not all(math.isfinite(sample.loss) for sample in samples):
             self._mark_diverged(f"the training loss is not finite in step {step}")
 

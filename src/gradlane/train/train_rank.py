@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..bench.arms import Arm
+from ..bench.step_timeline import phase_seconds
 from .tasks import Task
 from .train_plan import TrainPlan
 
@@ -38,6 +39,7 @@ class Trained:
     end: float
     loss: float
     sent_bytes: int  # by this rank, from its first step on
+    phases: dict[str, float] | None = None  # seconds of a strategy's requests in this step
 
 
 class TrainRank:
@@ -64,6 +66,7 @@ class TrainRank:
         batch = self._task.batch(self._plan.batch_size, self._seed, self._rank, step)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * share_of_rate(step, self._plan.steps)
+        self._arm.step_begins()
         start = time.perf_counter()
         loss = self._ddp(*batch)
         self._optimizer.zero_grad()
@@ -73,8 +76,8 @@ class TrainRank:
             self._arm.finish()
         end = time.perf_counter()
         self._arm.step_done()
-        self._arm.take_events()  # nothing here reads them, and they would accumulate
-        return Trained(start, end, loss.item() / self._task.nats, self._arm.sent_bytes)
+        phases = phase_seconds(self._arm.take_events()) if self._arm.has_strategy else None
+        return Trained(start, end, loss.item() / self._task.nats, self._arm.sent_bytes, phases)
 
 
 def share_of_rate(step: int, steps: int) -> float:

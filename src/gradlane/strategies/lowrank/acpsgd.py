@@ -14,7 +14,6 @@ from ...core.memory import Memory
 from ...core.numbers import is_bounded
 from ...core.strategy import Reduced, Strategy
 from ...kernels.bf16_residual import add_residual, subtract_product
-from ...kernels.finite import all_finite
 from ...kernels.products import expand, project_columns, project_rows
 from .factors import (
     FactorMemory,
@@ -91,14 +90,12 @@ class AcpSGD(Strategy):
         own = message.flat.clone() if bucket.wants_sent else None
         message = message_in(await all_reduce(message.flat), parts, sizes, message.dense.numel())
 
-        finite = [all_finite(factor) for factor in message.factors]
         bounded = is_bounded(message.flat)  # the other factor is orthonormal
         _expand_all(matrices, message.factors, known, flat, sends_p)  # 2
         parts.scatter_dense(message.dense, flat)
         if residual is not None and residual_out is not None:
             parts.clear_dense_residual(message.dense, residual, residual_out)
-        usable = zip(matrices, message.factors, finite, strict=True)
-        keep_factors(sent_memory, [(m, factor) for m, factor, is_finite in usable if is_finite])  # 3
+        keep_factors(sent_memory, list(zip(matrices, message.factors, strict=True)))  # 3
         if own is None:
             return Reduced(narrowed_back(bucket, flat), bounded=bounded)
 

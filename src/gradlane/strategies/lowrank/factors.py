@@ -97,8 +97,8 @@ def kept_factor(memory: Memory, bucket: Bucket, matrix: Matrix, size: int, seed:
     """
     kept = memory.get(matrix.name)
     like = (width(bucket), bucket.flat.device)
-    if kept is not None and kept.shape == (matrix.rank, size) and (kept.dtype, kept.device) == like:
-        return kept
+    if kept is not None and kept.shape == (matrix.rank, size) and kept.dtype == like[0]:
+        return kept.to(like[1])  # after a resume it may be on the CPU; its bits do not change
     factor = drawn(bucket, matrix, size, seed)
     if kept is not None and kept.shape[1] == size:
         common = min(len(kept), matrix.rank)
@@ -124,9 +124,12 @@ def drawn(bucket: Bucket, matrix: Matrix, size: int, seed: int) -> Tensor:
 def keep_factors(memory: Memory, factors: Sequence[tuple[Matrix, Tensor]]) -> None:
     """Keep factors for the next step, made orthonormal: so a product with one is as large as the gradient.
 
-    A row of zeros becomes a direction of its own, so that a gradient that begins with zeros can grow.
+    A row of zeros becomes a direction of its own, so that a gradient that begins with zeros can grow. Where
+    one is not finite, the factor of the last step stays; on a device, where the host does not ask, it begins
+    anew.
     """
-    kept = [memory.blank(matrix.name, factor).copy_(factor) for matrix, factor in factors]
-    orthonormalise_all(kept)
-    for (matrix, _), factor in zip(factors, kept, strict=True):
-        memory.put(matrix.name, factor)
+    orthonormal = [factor.clone() for _, factor in factors]
+    finite = orthonormalise_all(orthonormal, restart=True)
+    for (matrix, _), factor, is_finite in zip(factors, orthonormal, finite, strict=True):
+        if is_finite:
+            memory.put(matrix.name, memory.blank(matrix.name, factor).copy_(factor))

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.bucket import Bucket, Feedback
 from ...core.collectives import all_reduce
 from ...core.numbers import is_bounded
+from ...core.streams import has_streams
 from ...kernels.bf16_residual import add_residual, subtract_product
 from ...kernels.finite import all_finite
 from ...kernels.products import expand, orthonormalise_all, project_columns, project_rows
@@ -72,7 +73,8 @@ class PowerIteration:
             self._own_qs = message.flat.clone()
         message = await self._averaged(message, sizes)
         self._averaged_qs = message.flat
-        if not all_finite(message.flat):
+        # On a device the host does not ask: what is not finite is in the product, and no factor is kept.
+        if not has_streams(message.flat.device) and not all_finite(message.flat):
             self.finite = [
                 before and all_finite(q) for before, q in zip(self.finite, message.factors, strict=True)
             ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.bucket import Bucket, Slot, layout_digest
+from ...core.streams import has_streams
 from ...kernels.finite import all_finite
 from .rank import Rank, View, rank_of
 
@@ -61,7 +62,8 @@ class Partition(NamedTuple):
         delivered nothing, and the old residual stays."""
         if averaged.device.type == "meta":
             return
-        finite = all_finite(averaged)  # then there is no need of a mask
+        # Then there is no need of a mask; on a device the host would have to wait for it.
+        finite = not has_streams(averaged.device) and all_finite(averaged)
         for where, part in self._dense_parts(averaged):
             if finite:
                 residual_out[where].zero_()

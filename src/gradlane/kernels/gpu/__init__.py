@@ -1,0 +1,1 @@
+"""Functions in the language of Triton: importing anything in here needs it."""

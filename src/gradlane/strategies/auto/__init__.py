@@ -1,0 +1,1 @@
+"""``Auto``: the strategy that pays on this link, chosen while training runs."""

@@ -1,0 +1,1 @@
+"""What a GPU would show, shown without one: an emulated device, and what must hold on every device."""

@@ -1,0 +1,1 @@
+"""The first run on GPUs: what an emulated device cannot show. ``make test-gpu`` runs it."""
