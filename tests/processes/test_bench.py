@@ -25,6 +25,7 @@ from gradlane.report.write import write_page
 
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
+from ..support.sessions import started
 
 pytestmark = pytest.mark.networks
 
@@ -211,25 +212,8 @@ def test_a_model_that_returns_no_loss_is_told_so(caplog):
 
 
 def bench(*arguments, env=None):
-    command = [
-        sys.executable,
-        "-m",
-        "gradlane",
-        "bench",
-        "--model",
-        "tests.support.workloads:tiny",
-        *arguments,
-    ]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=_heeds_ctrl_c,
-        env=env,
-    )
+    command = (sys.executable, "-m", "gradlane", "bench", "--model", "tests.support.workloads:tiny")
+    return started((*command, *arguments), preexec_fn=_heeds_ctrl_c, env=env)
 
 
 def _heeds_ctrl_c():
@@ -240,8 +224,8 @@ def _heeds_ctrl_c():
 def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path):
     out, page = tmp_path / "out.json", tmp_path / "page.html"
     arguments = ["--steps", "2", "--warmup", "1", "--arm", "Mean()", "--json", str(out)]
-    running = bench(*arguments, "--page", str(page))
-    printed, errors = running.communicate(timeout=120)
+    with bench(*arguments, "--page", str(page)) as running:
+        printed, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
     for heading in ("median", "exposed", "ledger", "interface", "of limit", "Mean()", "Noop()"):
         assert heading in printed
@@ -255,18 +239,19 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path):
 
 def test_ctrl_c_leaves_a_partial_table_and_nothing_else(tmp_path):
     out = tmp_path / "out.json"
-    running = bench("--steps", "100000", "--arm", "Mean()", "--json", str(out))
-    assert gone(lambda: len(members(running.pid)) == 7, 60)  # all three arms of two ranks are there
-    time.sleep(1)
-    used = namespaces(members(running.pid))
-    os.kill(running.pid, signal.SIGINT)
-    printed, errors = running.communicate(timeout=60)
-    assert running.returncode == 130, errors
-    assert "Interrupted: the table shows what was measured until then." in printed
-    assert json.loads(out.read_text())["ended"] == "interrupted"
-    assert "Traceback" not in errors
-    assert gone(lambda: not members(running.pid))
-    assert not used & namespaces()
+    with bench("--steps", "100000", "--arm", "Mean()", "--json", str(out)) as running:
+        # three arms of two ranks, and the leader of their process group
+        assert gone(lambda: len(members(running.pid)) == 1 + 3 * (2 + 1), 60)
+        time.sleep(1)
+        used = namespaces(members(running.pid))
+        os.kill(running.pid, signal.SIGINT)
+        printed, errors = running.communicate(timeout=60)
+        assert running.returncode == 130, errors
+        assert "Interrupted: the table shows what was measured until then." in printed
+        assert json.loads(out.read_text())["ended"] == "interrupted"
+        assert "Traceback" not in errors
+        assert gone(lambda: not members(running.pid))
+        assert not used & namespaces()
 
 
 @pytest.mark.slow
@@ -276,16 +261,16 @@ def test_killed_at_five_random_points_it_leaves_nothing(tmp_path):
     points = random.Random(seed)
     for _ in range(5):
         arguments = ("--steps", "1000", "--link", "100mbit", "--link", "1gbit", "--arm", "Mean()")
-        running = bench(*arguments, env={**os.environ, "TMPDIR": str(tmp_path)})
-        time.sleep(points.uniform(0.2, 8.0))
-        used = namespaces(members(running.pid))
-        running.kill()
-        running.communicate()
-        assert gone(lambda session=running.pid: not members(session))
-        assert not used & namespaces()
+        with bench(*arguments, env={**os.environ, "TMPDIR": str(tmp_path)}) as running:
+            time.sleep(points.uniform(0.2, 8.0))
+            used = namespaces(members(running.pid))
+            running.kill()
+            running.communicate()
+            assert gone(lambda session=running.pid: not members(session))
+            assert not used & namespaces()
     assert set(os.listdir(tmp_path)) <= {f"torchinductor_{getpass.getuser()}"}  # torch's own
-    last = bench("--steps", "1", "--warmup", "1", "--link", "1gbit")
-    _printed, errors = last.communicate(timeout=120)
+    with bench("--steps", "1", "--warmup", "1", "--link", "1gbit") as last:
+        _printed, errors = last.communicate(timeout=120)
     assert last.returncode == 0, errors
 
 

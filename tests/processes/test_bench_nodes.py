@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -28,6 +26,7 @@ from gradlane.local import run_ranks
 
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
+from ..support.sessions import started
 
 pytestmark = pytest.mark.networks
 
@@ -239,30 +238,16 @@ def test_nodes_that_cannot_be_made_are_refused(count, per_node, message):
 
 
 def bench(*arguments):
-    model = ("--model", "tests.support.workloads:tiny")
-    command = [
-        sys.executable,
-        "-m",
-        "gradlane",
-        "bench",
-        *model,
-        "--nodes",
-        "2",
-        "--per-node",
-        "2",
-        *arguments,
-    ]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "COLUMNS": "80"},
-    )  # fmt: skip
+    tiny = ("--model", "tests.support.workloads:tiny", "--nodes", "2", "--per-node", "2")
+    command = (sys.executable, "-m", "gradlane", "bench", *tiny, *arguments)
+    return started(command, env={**os.environ, "COLUMNS": "80"})
 
 
 def test_the_command_shows_what_nodes_send(tmp_path):
     out, page = tmp_path / "out.json", tmp_path / "page.html"
     files = ("--json", str(out), "--page", str(page))
-    running = bench("--steps", "2", "--warmup", "1", "--arm", "hsdp", "--arm", "hsdp: Mean()", *files)
-    printed, errors = running.communicate(timeout=120)
+    with bench("--steps", "2", "--warmup", "1", "--arm", "hsdp", "--arm", "hsdp: Mean()", *files) as running:
+        printed, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
     assert "2 nodes of 2 ranks" in printed
     for text in ("across", "x hsdp", "hsdp: Mean()", "Noop()", "a node send to other nodes"):
@@ -277,14 +262,12 @@ def test_the_command_shows_what_nodes_send(tmp_path):
 
 @needs_links
 def test_killed_it_leaves_neither_ranks_nor_nodes():
-    running = bench("--steps", "100000", "--link", "1gbit", "--arm", "hsdp")
-    try:
+    with bench("--steps", "100000", "--link", "1gbit", "--arm", "hsdp") as running:
         # three arms of four ranks and the leader of their process group
         assert gone(lambda: len(members(running.pid)) == 1 + 3 * (4 + 1), 60)
         assert gone(lambda: len(namespaces(members(running.pid))) == 2, 60)
         used = namespaces(members(running.pid))
-    finally:
-        os.kill(running.pid, signal.SIGKILL)
+        running.kill()
         running.communicate(timeout=60)
-    assert gone(lambda: not members(running.pid))
-    assert not used & namespaces()
+        assert gone(lambda: not members(running.pid))
+        assert not used & namespaces()

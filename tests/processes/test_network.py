@@ -2,9 +2,7 @@
 
 import gc
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -20,6 +18,7 @@ from gradlane.local import run_ranks
 
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
+from ..support.sessions import started
 
 pytestmark = pytest.mark.networks
 
@@ -103,17 +102,14 @@ with EmulatedNetwork(2, parse_link("100mbit")) as hosts:
 
 @needs_links
 def test_a_killed_process_takes_its_ranks_and_its_hosts_with_it():
-    victim = subprocess.Popen(
-        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert [victim.stdout.readline(), victim.stdout.readline()] == ["up\n", "up\n"]
-    used = namespaces(members(victim.pid))
-    assert len(used) == 2  # those of the two ranks
-    victim.send_signal(signal.SIGKILL)
-    victim.wait(10)
-    victim.stdout.close()
-    assert gone(lambda: not members(victim.pid))
-    assert not used & namespaces()
+    with started((sys.executable, "-c", KILLED)) as victim:
+        assert [victim.stdout.readline(), victim.stdout.readline()] == ["up\n", "up\n"]
+        used = namespaces(members(victim.pid))
+        assert len(used) == 2  # those of the two ranks
+        victim.kill()
+        victim.wait(10)
+        assert gone(lambda: not members(victim.pid))
+        assert not used & namespaces()
 
 
 def test_what_is_missing_is_said(monkeypatch):
