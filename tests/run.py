@@ -1,7 +1,7 @@
 """Style, types, architecture and all tests, over all cores. Arguments go to pytest: -m "not slow".
 
-One pytest process per core and one more share the tests (support/split.py). The first prints as it goes; the
-output of the others, and of the checks, follows at the end. Ctrl-C ends them all.
+One process per core and one more share the tests (support/split.py). The first prints as it goes; the output
+of the others, and of the checks, follows at the end. Ctrl-C ends them all.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Job:
 
     def show(self):
         print(f"== {self.name}: {'passed' if self.passed() else 'failed'}", flush=True)
-        if not self.passed() or self.name not in CHECKS:
+        if not self.passed():
             sys.stdout.buffer.write(self.output.read_bytes())
             sys.stdout.flush()
 
@@ -64,38 +64,21 @@ def main(arguments):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(cores + 1, MOST_PROCESSES)  # one more than cores: tests with ranks often wait
     with tempfile.TemporaryDirectory(prefix="gradlane-tests-") as folder, contextlib.ExitStack() as ends:
-        outputs, claims = Path(folder), Path(folder) / "claims"
-        claims.mkdir()
         jobs = []
 
-        def start(name, command, shown=False):
-            job = Job(name, command, None if shown else outputs / name)
-            jobs.append(job)
-            ends.callback(job.end)
+        def start(name, command, output=None):
+            jobs.append(Job(name, command, output))
+            ends.callback(jobs[-1].end)
+            return jobs[-1]
 
         for name, command in CHECKS.items():
-            start(name, command)
-        pytest = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.support.split",
-            f"--claims={claims}",
-            *arguments,
-        ]
-        print(f"{count} pytest processes share the tests; this is the first, the others follow at the end")
-        start("pytest 1", pytest, shown=True)
-        for number in range(2, count + 1):
-            back = ("--claim-from=back", "-o", f"cache_dir=.pytest_cache/{number}")
-            start(f"pytest {number}", [*pytest, *back])
-        first = jobs.pop(len(CHECKS))
-        first.process.wait()
-        if running := [job.name for job in jobs if job.process.poll() is None]:
-            print(f"still running: {', '.join(running)} ...", flush=True)
-        for job in sorted(jobs, key=Job.passed, reverse=True):  # waits for all; what failed comes last
+            start(name, command, Path(folder) / name)
+        split = ("-p", "tests.support.split", f"--processes={count}", "-p", "no:cacheprovider")
+        pytest = start("pytest", (sys.executable, "-m", "pytest", *split, *arguments))
+        pytest.process.wait()
+        for job in sorted(jobs[: len(CHECKS)], key=Job.passed, reverse=True):  # what failed comes last
             job.show()
-        failed = [job.name for job in (first, *jobs) if not job.passed()]
+        failed = [job.name for job in jobs if not job.passed()]
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0
 

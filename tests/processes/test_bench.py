@@ -23,6 +23,7 @@ from gradlane.bench.rounds import Rounds
 from gradlane.bench.workload import workload
 from gradlane.report.write import write_page
 
+from ..support import scripts
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
 from ..support.sessions import started
@@ -211,9 +212,12 @@ def test_a_model_that_returns_no_loss_is_told_so(caplog):
     assert caplog.text == ""
 
 
+TINY_MODEL = ("--model", "tests.support.workloads:tiny")
+
+
 def bench(*arguments, env=None):
-    command = (sys.executable, "-m", "gradlane", "bench", "--model", "tests.support.workloads:tiny")
-    return started((*command, *arguments), preexec_fn=_heeds_ctrl_c, env=env)
+    command = (sys.executable, "-m", "gradlane", "bench", *TINY_MODEL, *arguments)
+    return started(command, preexec_fn=_heeds_ctrl_c, env=env)
 
 
 def _heeds_ctrl_c():
@@ -224,11 +228,10 @@ def _heeds_ctrl_c():
 def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path):
     out, page = tmp_path / "out.json", tmp_path / "page.html"
     arguments = ["--steps", "2", "--warmup", "1", "--arm", "Mean()", "--json", str(out)]
-    with bench(*arguments, "--page", str(page)) as running:
-        printed, errors = running.communicate(timeout=120)
-    assert running.returncode == 0, errors
+    done = scripts.gradlane("bench", *TINY_MODEL, *arguments, "--page", str(page))
+    assert done.returncode == 0, done.stderr
     for heading in ("median", "exposed", "ledger", "interface", "of limit", "Mean()", "Noop()"):
-        assert heading in printed
+        assert heading in done.stdout
     record = json.loads(out.read_text())
     assert record["made"]["command"].startswith(
         "gradlane bench --model tests.support.workloads:tiny --steps 2"

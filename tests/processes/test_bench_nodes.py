@@ -24,6 +24,7 @@ from gradlane.bench.nodes import Nodes
 from gradlane.bench.shaped import Shaped, gpt_small_shapes, resnet18_shapes
 from gradlane.local import run_ranks
 
+from ..support import scripts
 from ..support.leftovers import gone, members, namespaces
 from ..support.links import needs_links
 from ..support.sessions import started
@@ -237,18 +238,20 @@ def test_nodes_that_cannot_be_made_are_refused(count, per_node, message):
         Nodes(count, per_node)
 
 
+NODES = ("bench", "--model", "tests.support.workloads:tiny", "--nodes", "2", "--per-node", "2")
+
+
 def bench(*arguments):
-    tiny = ("--model", "tests.support.workloads:tiny", "--nodes", "2", "--per-node", "2")
-    command = (sys.executable, "-m", "gradlane", "bench", *tiny, *arguments)
-    return started(command, env={**os.environ, "COLUMNS": "80"})
+    return started((sys.executable, "-m", "gradlane", *NODES, *arguments))
 
 
 def test_the_command_shows_what_nodes_send(tmp_path):
     out, page = tmp_path / "out.json", tmp_path / "page.html"
     files = ("--json", str(out), "--page", str(page))
-    with bench("--steps", "2", "--warmup", "1", "--arm", "hsdp", "--arm", "hsdp: Mean()", *files) as running:
-        printed, errors = running.communicate(timeout=120)
-    assert running.returncode == 0, errors
+    options = ("--steps", "2", "--warmup", "1", "--arm", "hsdp", "--arm", "hsdp: Mean()", *files)
+    done = scripts.gradlane(*NODES, *options, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     assert "2 nodes of 2 ranks" in printed
     for text in ("across", "x hsdp", "hsdp: Mean()", "Noop()", "a node send to other nodes"):
         assert text in printed

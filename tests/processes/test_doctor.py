@@ -22,20 +22,8 @@ from ..support.links import needs_links
 pytestmark = pytest.mark.networks
 
 
-def run(*arguments, **environ):
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**clean, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **environ},
-    )
-
-
 def test_alone_it_measures_between_two_local_ranks(tmp_path):
-    done = run("-m", "gradlane", "doctor", "--parameters", "2M", "--json", str(tmp_path / "report.json"))
+    done = scripts.gradlane("doctor", "--parameters", "2M", "--json", str(tmp_path / "report.json"))
     assert done.returncode == 0, done.stderr
     for text in (
         "kernels",
@@ -55,21 +43,27 @@ def test_alone_it_measures_between_two_local_ranks(tmp_path):
 IN_A_JOB = ("doctor", "--json", "--link", "1gbit")
 
 
-def by_torchrun(folder):
+def by_torchrun():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    return run(*launcher, "-m", "gradlane", *IN_A_JOB)
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "gradlane", *IN_A_JOB],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+    )
 
 
-def forked(folder):
+def forked():
     """As torchrun, without its seconds."""
-    script = folder / "script.py"
-    script.write_text("import sys\nfrom gradlane.cli import main\nsys.exit(main(sys.argv[1:]))")
-    return scripts.run(script, *IN_A_JOB, ranks=3)
+    return scripts.gradlane(*IN_A_JOB, ranks=3)
 
 
 @pytest.mark.parametrize("launch", [forked, pytest.param(by_torchrun, marks=pytest.mark.slow)])
-def test_in_a_job_rank_0_speaks_for_all(launch, tmp_path):
-    done = launch(tmp_path)
+def test_in_a_job_rank_0_speaks_for_all(launch):
+    done = launch()
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["where"] == "3 ranks on 1 host"
@@ -80,7 +74,8 @@ def test_in_a_job_rank_0_speaks_for_all(launch, tmp_path):
 
 
 def test_what_is_broken_is_an_exit_code():
-    done = run("-m", "gradlane", "doctor", TORCH_DISTRIBUTED_DEBUG="DETAIL", GLOO_SOCKET_IFNAME="nosuch0")
+    broken = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "nosuch0"}
+    done = scripts.gradlane("doctor", COLUMNS="100", **broken)
     assert done.returncode == 1
     for text in (
         "this host has no interface nosuch0",
@@ -93,7 +88,7 @@ def test_what_is_broken_is_an_exit_code():
 
 
 def test_wrong_options():
-    done = run("-m", "gradlane", "doctor", "--parameters", "lots")
+    done = scripts.gradlane("doctor", "--parameters", "lots")
     assert done.returncode == 2
     assert "write a number such as 9.4M" in done.stderr
 

@@ -29,15 +29,12 @@ MILLION = "tests.support.workloads:million"
 ARMS = ("--strategy", "Mean()", "--strategy", "Sharded(Int8())")
 
 
-def forked(folder, *options):
+def forked(*options):
     """As torchrun, without its seconds."""
-    script = folder / "script.py"
-    source = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom gradlane.cli import main\n"
-    script.write_text(source + "sys.exit(main(sys.argv[1:]))")
-    return scripts.run(script, "plan", *options, ranks=3)
+    return scripts.gradlane("plan", *options, ranks=3)
 
 
-def by_torchrun(folder, *options):
+def by_torchrun(*options):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     return subprocess.run(
         [sys.executable, *launcher, "-m", "gradlane", "plan", *options],
@@ -50,7 +47,7 @@ def by_torchrun(folder, *options):
 @pytest.mark.parametrize("launch", [forked, by_torchrun])
 def test_in_a_job_rank_0_speaks_for_all(launch, tmp_path):
     file = tmp_path / "plan.json"
-    done = launch(tmp_path, "--model", MILLION, *ARMS, "--link", "100mbit", "--json", str(file))
+    done = launch("--model", MILLION, *ARMS, "--link", "100mbit", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1,050,624 parameters, 3 ranks: 95.6 Mbit/s") == 1
     record = json.loads(file.read_text())

@@ -82,6 +82,7 @@ def _become(request):
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=request["port"].strip())
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(request["environ"])
     for number, name, how in ((0, os.devnull, os.O_RDONLY), (1, request["out"], os.O_WRONLY | os.O_APPEND),
                               (2, request["err"], os.O_WRONLY | os.O_APPEND)):  # fmt: skip
         file = os.open(name, how)

@@ -14,9 +14,15 @@ import tempfile
 from pathlib import Path
 
 SERVER = Path(__file__).with_name("script_server.py")
+COMMAND = Path(__file__).with_name("gradlane_command.py")
 
 
-def run(script, *arguments, ranks=None, timeout=120, warnings=None):
+def gradlane(*arguments, ranks=None, **environ):
+    """``python -m gradlane ARGUMENTS``, with these variables of the environment."""
+    return run(COMMAND, *arguments, ranks=ranks, environ=environ)
+
+
+def run(script, *arguments, ranks=None, timeout=120, warnings=None, environ=None):
     """Run ``script`` on ``ranks`` ranks with the environment of torchrun, or alone where None.
 
     Like ``subprocess.run(capture_output=True, text=True)``. The exit code is that of the first that failed.
@@ -27,7 +33,7 @@ def run(script, *arguments, ranks=None, timeout=120, warnings=None):
         err.touch()
         request = {
             "script": str(script), "arguments": arguments, "ranks": ranks, "timeout": timeout,
-            "warnings": warnings, "out": str(out), "err": str(err),
+            "warnings": warnings, "environ": environ or {}, "out": str(out), "err": str(err),
         }  # fmt: skip
         server = _server()
         server.stdin.write(json.dumps(request) + "\n")

@@ -1,33 +1,94 @@
-"""A pytest plugin: several pytest processes run one list of tests, each test once. tests/run.py uses it.
+"""A pytest plugin: ``--processes N`` processes run one list of tests, each test once. tests/run.py uses it.
 
-Every process collects all tests. It claims the tests of one file at a time, by making a file in a folder that
-all processes share. The first process claims from the front of the list, the others from the back, until they
-meet: so the tests with ranks, which stand in front and often wait, run beside tests that compute. All files
-with the marker ``networks`` are one claim, the first: no two tests that make network namespaces run at the
-same time. Those of the emulated device are the second: its ranks are forked, and an autograd engine that has
-run before the fork, in the code of a page say, does not know the device.
+One process imports and collects; then it forks the others, whose output follows at the end. Every process
+claims the tests of one file at a time, by making a file in a folder that all share. The first process claims
+from the front of the list, the others from the back, until they meet: so the tests with ranks, which stand in
+front and often wait, run beside tests that compute. All files with the marker ``networks`` are one claim, the
+first: no two tests that make network namespaces run at the same time. Those of the emulated device are the
+second: its ranks are forked, and an autograd engine that has run before the fork, in the code of a page say,
+does not know the device.
 """
 
 import gc
 import itertools
+import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 WITH_RANKS = ("tests/processes", "tests/faults", "tests/integration")
 NETWORKS = "tests with networks"
 DEVICES = "tests with an emulated device"
+HELPERS = pytest.StashKey[list["Helper"]]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--claims", type=Path, metavar="FOLDER", help="where the processes mark what they run")
-    parser.addoption("--claim-from", choices=["front", "back"], default="front", help="of the list of tests")
+    parser.addoption("--processes", type=int, default=1, metavar="N", help="that share the tests")
 
 
 def pytest_runtestloop(session):
-    folder = session.config.getoption("claims")
-    if folder is None or session.testsfailed or session.config.option.collectonly:
+    count = session.config.getoption("processes")
+    if count == 1 or session.testsfailed or session.config.option.collectonly:
         return None  # pytest's own loop runs them, or says what failed
-    backwards = session.config.getoption("claim_from") == "back"
     gc.freeze()  # torch and thousands of tests stay: no collection need go through them
+    folder = Path(tempfile.mkdtemp(prefix="gradlane-tests-"))
+    helpers = []
+    for number in range(2, count + 1):
+        helpers.append(Helper(number, folder / f"output {number}", session.config))
+        if helpers[-1].pid == 0:
+            _run(session, folder, backwards=True)
+            return True
+    try:
+        print(f"{count} processes share the tests; this is the first, the others follow at the end")
+        _run(session, folder, backwards=False)
+        session.config.stash[HELPERS] = helpers
+        for helper in helpers:
+            session.testsfailed += not helper.passed()
+    finally:
+        shutil.rmtree(folder)
+    return True
+
+
+def pytest_unconfigure(config):
+    """What the others printed; what failed comes last."""
+    for helper in sorted(config.stash.get(HELPERS, []), key=Helper.passed, reverse=True):
+        print(f"== pytest {helper.number}: {'passed' if helper.passed() else 'failed'}")
+        print(helper.printed, flush=True)
+
+
+class Helper:
+    """A process that was forked after the collection; ``pid`` is 0 in itself."""
+
+    def __init__(self, number, output, config):
+        self.number, self.printed = number, ""
+        self._output, self._code = output, None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _print_to(output, config.pluginmanager.getplugin("capturemanager"))
+
+    def passed(self):
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.printed = self._output.read_text(errors="replace")
+        return self._code == 0
+
+
+def _print_to(path, capture):
+    capture.stop_global_capturing()  # it keeps descriptors of the terminal
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+
+
+def _run(session, folder, *, backwards):
     claimed = _claimed(session.items, folder, backwards)
     for item, following in itertools.pairwise(itertools.chain(claimed, [None])):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -35,7 +96,6 @@ def pytest_runtestloop(session):
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
-    return True
 
 
 def _claimed(items, folder, backwards):

@@ -11,30 +11,24 @@ from gradlane.kernels.native import kernels_in_use
 from gradlane.kernels.triton_state import device_kernels_in_use
 from gradlane.strategies.text import exported_parts
 
+from ..support import scripts
+
 pytestmark = pytest.mark.networks
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "gradlane", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_version():
-    first, second = run("--version").stdout.splitlines()
+    command = [sys.executable, "-m", "gradlane", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    first, second = done.stdout.splitlines()
     assert first == f"gradlane {gradlane.__version__}"
     words, on_gpus = second.split("; on GPUs ")
     assert words == f"kernels: {kernels_in_use()}"
     assert on_gpus == device_kernels_in_use(torch.device("cuda"))
 
 
-def test_version_says_why_gpus_have_no_kernels(monkeypatch):
-    monkeypatch.setenv("GRADLANE_TRITON", "0")
-    assert run("--version").stdout.endswith("; on GPUs torch (GRADLANE_TRITON=0)\n")
+def test_version_says_why_gpus_have_no_kernels():
+    printed = scripts.gradlane("--version", GRADLANE_TRITON="0").stdout
+    assert printed.endswith("; on GPUs torch (GRADLANE_TRITON=0)\n")
 
 
 def test_help_lists_the_verbs_without_torch():
@@ -137,7 +131,7 @@ def test_a_task_whose_data_are_not_installed_says_how_to_get_them(monkeypatch, c
 def test_the_demo_prints_one_table_and_makes_a_page(tmp_path):
     page, figures = tmp_path / "demo.html", tmp_path / "demo.json"
     arms = ("Mean()", "Cast(Mean(), bfloat16)")
-    done = run(
+    done = scripts.gradlane(
         *("demo", "--steps", "2", "--out", str(page), "--json", str(figures)),
         *(part for arm in arms for part in ("--arm", arm)),
     )
