@@ -125,9 +125,12 @@ def is_always_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def load_compiler() -> None:
-    """Import ``torch._dynamo`` now: DDP's constructor does it, for a second of CPU. Since 2.0."""
+def load_what_ddp_imports() -> None:
+    """Import now what DDP imports late: ``torch._dynamo`` in its constructor, for a second of CPU, and what
+    its first forward asks for when it names itself to a profiler. Since 2.0."""
     import_module("torch._dynamo")
+    with torch.profiler.record_function("gradlane"):
+        pass
 
 
 # Process groups

@@ -72,8 +72,7 @@ def alive(pids):
     "how",
     [
         "killed",
-        "interrupted",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("terminated", "raise")),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("interrupted", "terminated", "raise")),
     ],
 )
 def test_nothing_is_left_however_the_parent_ends(how):

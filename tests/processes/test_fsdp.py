@@ -19,7 +19,7 @@ from gradlane.local import run_ranks
 
 from ..support.catalogue import STRATEGIES, ClippedMean
 from ..support.fsdp import Odd, RaisesOn, batch, mesh_of, replicas_equal, residual_sums, sharded, shards
-from ..support.grids import grid
+from ..support.grids import every, grid
 
 INT4 = "ErrorFeedback(Sharded(Int4()))"
 OPTIMIZERS = {
@@ -125,7 +125,9 @@ def gradients(rank, shape, copies, text):
     return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize(("shape", "copies"), [((3,), True), ((3,), False), ((4,), False), ((2, 4), False)])
+@pytest.mark.parametrize(
+    ("shape", "copies"), every(3, [((3,), True), ((3,), False), ((4,), False), ((2, 4), False)])
+)
 def test_with_more_ranks_sums_have_another_order(shape, copies):
     ranks = functools.reduce(lambda a, b: a * b, shape)
     native = run_ranks(gradients, ranks, shape, copies, None)
@@ -428,8 +430,18 @@ def resumed(rank, shape, copies, text, folder, first):
     return shards(model)
 
 
-@pytest.mark.parametrize("text", [INT4, "ErrorFeedback(PowerSGD(1, min_compression_rate=1))"])
-@pytest.mark.parametrize(("shape", "copies"), [((2, 2), False), ((2,), True)], ids=str)
+POWERSGD = "ErrorFeedback(PowerSGD(1, min_compression_rate=1))"
+
+
+@pytest.mark.parametrize(
+    ("shape", "copies", "text"),
+    [
+        ((2, 2), False, INT4),
+        ((2,), True, POWERSGD),
+        pytest.param((2, 2), False, POWERSGD, marks=pytest.mark.slow),
+        pytest.param((2,), True, INT4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resume_is_bit_identical(shape, copies, text, tmp_path):
     ranks = 4 if len(shape) == 2 else 2
     whole = run_ranks(resumed, ranks, shape, copies, text, tmp_path, -1)
@@ -522,10 +534,8 @@ def compiled(rank, text):
 
 
 def test_all_parameters_of_a_model_that_was_compiled_before_it_was_sharded_are_carried():
-    half = "Cast(Mean(), bfloat16)"
-    for native, mean, cast in zip(
-        *(run_ranks(compiled, 2, text) for text in (None, "Mean()", half)), strict=True
-    ):
+    texts = (None, "Mean()", "Cast(Mean(), bfloat16)")
+    for native, mean, cast in run_ranks(lambda rank: [compiled(rank, text) for text in texts], 2):
         assert mean[0] == sorted(name for name, _ in Wide().named_parameters())
         assert all(torch.equal(a, b) for a, b in zip(native[1], mean[1], strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(native[1], cast[1], strict=True))

@@ -14,6 +14,7 @@ from gradlane.local import run_ranks
 
 from ..reference import local_steps as reference
 from ..support.catalogue import STRATEGIES
+from ..support.grids import dealt
 from ..support.training import ComplexWeights, SparseLookup, build, data, flat, replicas_equal
 
 INSIDE = [name for name, make in STRATEGIES.items() if not isinstance(make(), gl.Auto)]  # for whole steps
@@ -178,8 +179,7 @@ def streaming(rank, options):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "world"), dealt(CASES, [4, 3, 2]))
 def test_rounds_are_those_of_the_reference(case, world):
     options = CASES[case]
     model = nn.Sequential(nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 5))

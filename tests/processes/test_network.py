@@ -91,15 +91,17 @@ def test_hosts_come_and_go_without_a_trace():
 
 
 KILLED = """
+import os
 import time
 from gradlane.bench.link import parse_link
 from gradlane.bench.emulation import EmulatedNetwork
 from gradlane.local import run_ranks
 with EmulatedNetwork(2, parse_link("100mbit")) as hosts:
-    run_ranks(lambda rank: (print("up", flush=True), time.sleep(60)), 2, prepare=hosts.enter)
+    run_ranks(lambda rank: (os.write(1, b"up\n"), time.sleep(60)), 2, prepare=hosts.enter)
 """
 
 
+@pytest.mark.slow  # a bench on nodes does the same in the quick suite
 @needs_links
 def test_a_killed_process_takes_its_ranks_and_its_hosts_with_it():
     with started((sys.executable, "-c", KILLED)) as victim:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import InvalidValue, WrongState
-from ..torch_internals import load_compiler
+from ..torch_internals import load_what_ddp_imports
 from .family import Family
 from .rank_process import Job, run_rank
 
@@ -50,7 +50,7 @@ class Ranks:
             raise InvalidValue(f"world={world} has no ranks; use 1 or more")
         if not hasattr(os, "fork"):
             raise WrongState("local ranks need fork, which this system does not have; use torchrun")
-        load_compiler()  # else DDP's constructor does it in every rank, for a second of CPU
+        load_what_ddp_imports()  # else every rank does, for a second of CPU
         context = multiprocessing.get_context("fork")
         self._resources = contextlib.ExitStack()
         store = _store_path(self._resources)
