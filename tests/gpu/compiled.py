@@ -12,9 +12,10 @@ from triton.compiler import ASTSource
 from gradlane.codecs.blockwise import BlockCodec
 from gradlane.kernels.block_form import ROTATE, STOCHASTIC
 from gradlane.kernels.elementwise import ELEMENTS
-from gradlane.kernels.gpu import blocks, elementwise
+from gradlane.kernels.gpu import blocks, elementwise, lowrank
 from gradlane.kernels.triton_blocks import TOPS, TritonBlocks
 from gradlane.kernels.triton_launch import OPTIONS
+from gradlane.kernels.triton_lowrank import ROWS, WIDTH
 
 from ..support.codecs import CODECS
 
@@ -23,11 +24,13 @@ INEXACT = r"\b(?:fma|div\.full|[\w.]*approx|[\w.]*ftz)[\w.]*"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 ARGUMENTS = {
     **dict.fromkeys(("gradient", "residual", "residual_out", "out", "square"), "*fp32"),
+    **dict.fromkeys(("total", "p", "q"), "*fp32"),
+    **dict.fromkeys(("rows", "columns"), "i32"),
     **dict.fromkeys(("numel", "count", "hole", "code_stride", "side_stride", "key0", "key1"), "i32"),
     **dict.fromkeys(("factor", "norm", "limit"), "fp32"),
     "codes": "*u8", "keys": "*i32", "wide": "*fp32",
 }  # fmt: skip
-ALIGNED = ("numel", "code_stride", "side_stride")
+ALIGNED = ("numel", "code_stride", "side_stride", "rows", "columns")
 
 
 def variants():
@@ -36,6 +39,12 @@ def variants():
         yield elementwise.drop_huge, {"residual": dtype}, {"ELEMENTS": ELEMENTS}
     for dtype in ("*fp16", "*bf16"):
         yield elementwise.count_overflow, {"narrow": dtype, "count": "*i32"}, {"ELEMENTS": ELEMENTS}
+    for rank in (1, 2, 3, 4, 16):
+        tile = {"RANK": rank, "ROWS": ROWS, "WIDTH": WIDTH}
+        yield lowrank.expand, {}, tile
+        yield lowrank.sum_rows, {}, {**tile, "PADDED": 1 << (rank - 1).bit_length()}
+        for dtype in ("*fp32", "*bf16"):
+            yield lowrank.subtract, {"residual": dtype, "residual_out": dtype}, tile
     for codec in CODECS.values():
         if isinstance(codec, BlockCodec):
             yield from _of(codec)

@@ -165,6 +165,12 @@ def _training(rank, text):
     return same, not device.races() and not found.races, found.waits == plain.waits, early, count, figures
 
 
+def lowrank():
+    """Differences from a CPU, launches, refusals and races: as it is, and with a kernel that is wrong."""
+    (found,) = run(importlib.import_module("tests.gpu.test_lowrank").in_triton, 1, deadline=100)
+    return found
+
+
 def cast():
     (found,) = run(importlib.import_module("tests.gpu.test_cast").differences, 1)
     return found

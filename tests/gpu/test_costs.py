@@ -36,9 +36,9 @@ BOUNDS = {  # kernels, bytes an element, and the same with Triton: what is neede
     "ErrorFeedback(Gathered(Sign()))": ((152, 463), (14, 20)),
     "Gathered(Natural())": ((127, 829), (7, 25)),
     "ErrorFeedback(Gathered(TopK(0.01)))": ((140, 140), (130, 120)),
-    "ErrorFeedback(PowerSGD(4))": ((240, 102), (231, 82)),
-    "ErrorFeedback(AcpSGD(4))": ((150, 94), (141, 74)),
-    "ErrorFeedback(PowerSGD(4), dtype=bfloat16)": ((250, 120), (238, 109)),
+    "ErrorFeedback(PowerSGD(4))": ((247, 126), (220, 39)),
+    "ErrorFeedback(AcpSGD(4))": ((157, 119), (130, 32)),
+    "ErrorFeedback(PowerSGD(4), dtype=bfloat16)": ((254, 145), (215, 47)),
 }
 GPUS = Path(__file__).parents[2] / "docs" / "gpus.md"
 

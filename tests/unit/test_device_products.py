@@ -127,3 +127,5 @@ def test_an_element_of_the_answer_is_the_same_whatever_matrix_it_is_in():
     device_products.expand(p[:, 500:511].contiguous(), q, part)
     assert torch.equal(whole[500:511], part)
     torch.testing.assert_close(whole, p.T @ q, rtol=1e-5, atol=1e-6)
+    plain_products.expand(p, q, cpu := torch.empty(4000, 700))
+    assert torch.equal(whole, cpu)

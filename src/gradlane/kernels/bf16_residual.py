@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.streams import exact_products, has_streams
 from ..errors import InvalidValue
+from . import triton_lowrank
 from .finite import all_finite
 from .native import Native, native_for
 from .plain_products import at_line
@@ -45,6 +46,8 @@ def subtract_product(m: Tensor, p: Tensor, q: Tensor, residual: Tensor, residual
         return
     if kernels := _kernels(m, residual):
         kernels.subtract_product(m, p, q, residual, residual_out)
+        return
+    if has_streams(m.device) and triton_lowrank.subtract(m, p, q, residual, residual_out):
         return
     step, q = max(1, _run_on(m) // max(1, m.shape[1])), at_line(q)
     for start in range(0, len(m), step):

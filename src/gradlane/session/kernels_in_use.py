@@ -10,9 +10,13 @@ from ..codecs.base import Codec
 from ..core.strategy import Strategy, parts, public_fields
 from ..core.streams import has_streams
 from ..errors import InvalidValue
-from ..kernels import elementwise
+from ..kernels import elementwise, triton_lowrank
 from ..kernels.native import kernels_in_use
 from ..kernels.triton_state import device_kernels_in_use
+from ..strategies.lowrank.acpsgd import AcpSGD
+from ..strategies.lowrank.powersgd import PowerSGD
+
+LOW_RANK = (PowerSGD, AcpSGD)
 
 
 def prepare_kernels(strategy: Strategy, device: torch.device) -> None:
@@ -20,6 +24,8 @@ def prepare_kernels(strategy: Strategy, device: torch.device) -> None:
     if not has_streams(device):
         return
     elementwise.prepare(device)
+    if any(isinstance(part, LOW_RANK) for part in parts(strategy)):
+        triton_lowrank.prepare(device)
     for codec in codecs_of(strategy):
         codec.prepare(device)
 
