@@ -12,10 +12,12 @@ from triton.compiler import ASTSource
 from gradlane.codecs.blockwise import BlockCodec
 from gradlane.kernels.block_form import ROTATE, STOCHASTIC
 from gradlane.kernels.elementwise import ELEMENTS
-from gradlane.kernels.gpu import blocks, elementwise, lowrank
+from gradlane.kernels.gpu import blocks, elementwise, lowrank, topk
 from gradlane.kernels.triton_blocks import TOPS, TritonBlocks
 from gradlane.kernels.triton_launch import OPTIONS
 from gradlane.kernels.triton_lowrank import ROWS, WIDTH
+from gradlane.kernels.triton_topk import DIGITS, SPAN
+from gradlane.kernels.triton_topk import ELEMENTS as OF_TOPK
 
 from ..support.codecs import CODECS
 
@@ -24,8 +26,9 @@ INEXACT = r"\b(?:fma|div\.full|[\w.]*approx|[\w.]*ftz)[\w.]*"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 ARGUMENTS = {
     **dict.fromkeys(("gradient", "residual", "residual_out", "out", "square"), "*fp32"),
-    **dict.fromkeys(("total", "p", "q"), "*fp32"),
-    **dict.fromkeys(("rows", "columns"), "i32"),
+    **dict.fromkeys(("total", "p", "q", "flat"), "*fp32"),
+    **dict.fromkeys(("rows", "columns", "slots", "start"), "i32"),
+    **dict.fromkeys(("histogram", "facts", "ends"), "*i32"), "indices": "*i16",
     **dict.fromkeys(("numel", "count", "hole", "code_stride", "side_stride", "key0", "key1"), "i32"),
     **dict.fromkeys(("factor", "norm", "limit"), "fp32"),
     "codes": "*u8", "keys": "*i32", "wide": "*fp32",
@@ -45,9 +48,23 @@ def variants():
         yield lowrank.sum_rows, {}, {**tile, "PADDED": 1 << (rank - 1).bit_length()}
         for dtype in ("*fp32", "*bf16"):
             yield lowrank.subtract, {"residual": dtype, "residual_out": dtype}, tile
+    yield from _of_topk()
     for codec in CODECS.values():
         if isinstance(codec, BlockCodec):
             yield from _of(codec)
+
+
+def _of_topk():
+    whole = {"ELEMENTS": OF_TOPK}
+    for number, (shift, bins) in enumerate(DIGITS):
+        fixed = {**whole, "SHIFT": shift, "BINS": bins}
+        if number:
+            yield topk.count_digit, {}, fixed
+        else:
+            yield from ((topk.sum_and_count, {}, {**fixed, "SUM": both}) for both in (False, True))
+    yield topk.count_reached, {"counts": "*i32"}, whole
+    for dtype, subtract in product(("*fp32", "*bf16"), (False, True)):
+        yield topk.take, {"values": dtype, "counts": "*i32"}, {**whole, "SUBTRACT": subtract, "SPAN": SPAN}
 
 
 def _of(codec):

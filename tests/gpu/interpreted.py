@@ -29,7 +29,8 @@ from .test_codecs import ALL, LARGE, QUICK, differences_of
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
-SOME = ("int4 rotated stochastic", "sign", "fp8 e5m2")
+IN_TRITON = [*BLOCKS, *(name for name, codec in CODECS.items() if isinstance(codec, gl.TopK))]
+SOME = ("topk bfloat16", "int4 rotated stochastic", "sign", "fp8 e5m2")
 SWITCHES = {"TRITON_INTERPRET": "1", "GRADLANE_KERNELS": "", "GRADLANE_TRITON": ""}
 MOST = (*(case for case in ALL if case[0] != LARGE), (LARGE, "broken"))  # the interpreter is slow
 MANY_ELEMENTS = 1 << 16  # of one program: the interpreter takes as long for a few
@@ -56,7 +57,7 @@ def launches():
 
 def bits(which):
     """By codec: the cases whose bits are not those of the CPU, how often Triton ran, and what it did."""
-    names, cases = (SOME, QUICK) if which == "some" else (BLOCKS, MOST)
+    names, cases = (SOME, QUICK) if which == "some" else (IN_TRITON, MOST)
     (found,) = run(_bits, 1, names, cases, deadline=900)
     return found
 

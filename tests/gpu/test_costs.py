@@ -35,7 +35,7 @@ BOUNDS = {  # kernels, bytes an element, and the same with Triton: what is neede
     "ErrorFeedback(Gathered(Int2(rotate=True)))": ((500, 1500), (16, 22)),
     "ErrorFeedback(Gathered(Sign()))": ((152, 463), (14, 20)),
     "Gathered(Natural())": ((127, 829), (7, 25)),
-    "ErrorFeedback(Gathered(TopK(0.01)))": ((140, 140), (130, 120)),
+    "ErrorFeedback(Gathered(TopK(0.01)))": ((140, 140), (163, 71)),
     "ErrorFeedback(PowerSGD(4))": ((247, 126), (220, 39)),
     "ErrorFeedback(AcpSGD(4))": ((157, 119), (130, 32)),
     "ErrorFeedback(PowerSGD(4), dtype=bfloat16)": ((254, 145), (215, 47)),

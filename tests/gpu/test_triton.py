@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .interpreted import BLOCKS, ROOT, SOME, in_interpreter, needs_triton
+from .interpreted import BLOCKS, IN_TRITON, ROOT, SOME, in_interpreter, needs_triton
 from .ranks import needs_compiler
 
 pytestmark = needs_triton
@@ -17,7 +17,7 @@ pytestmark = needs_triton
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_cpu(which):
     found = in_interpreter("bits", which)
-    assert set(found) == set(SOME if which == "some" else BLOCKS)
+    assert set(found) == set(SOME if which == "some" else IN_TRITON)
     assert {name: wrong for name, (wrong, *_) in found.items() if wrong} == {}
     assert all(launches > 3 and not refused and not races for _, launches, refused, races in found.values())
 

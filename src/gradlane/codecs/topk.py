@@ -66,13 +66,17 @@ class TopK(ScatteredCodec):
     def bounded(self, payload: Payload) -> bool:
         return is_bounded(payload[0])
 
+    def prepare(self, device: torch.device) -> None:
+        device_selection.prepare(device)
+
     def _encode(self, flat: Tensor, seed: int, payload: Payload) -> None:
         self._select(flat, None, None, seed, payload)
 
     def _encode_with_feedback(
         self, gradient: Tensor, residual: Tensor, residual_out: Tensor, seed: int, payload: Payload
     ) -> bool:
-        self._select(gradient, residual, residual_out, seed, payload)
+        if self._select(gradient, residual, residual_out, seed, payload):
+            return True
         if has_streams(gradient.device) or torch.isnan(payload[0][0]):  # the mark of a non-finite value
             keep_finite(residual_out)
             return True
@@ -80,7 +84,8 @@ class TopK(ScatteredCodec):
 
     def _select(
         self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, seed: int, payload: Payload
-    ) -> None:
+    ) -> bool:
+        """True: ``residual_out`` is known to be finite."""
         keys, numel, slots = keys_of(seed), flat.numel(), payload[0].numel()
         start = draw(0, keys) * numel >> 32
         stride = numel // SAMPLE or 1
@@ -89,16 +94,14 @@ class TopK(ScatteredCodec):
         rank = min(sample, max(1, round(AIM * slots * sample / numel)))
         exact = numel < EXACT_BELOW or slots == numel
         if has_streams(flat.device):
-            total = flat if residual is None else torch.add(residual, flat, out=residual_out)
             how = None if exact else (offset, stride, rank)
-            device_selection.select(total, how, start, residual_out is not None, *payload)
-            return
+            return device_selection.select(flat, residual, residual_out, how, start, *payload)
         search: Search = (numel < 2**32 and native_for(flat)) or PlainSearch()  # the kernels count in 32 bits
         if exact:
             search.topk_select(
                 flat, residual, residual_out, search.topk_exact(flat, residual, slots), start, *payload
             )
-            return
+            return False
         threshold = search.topk_sampled(flat, residual, offset, stride, rank)
         found = search.topk_select(flat, residual, residual_out, threshold, start, *payload)
         if found > 2 * slots or (2 * found < slots and threshold > 1):
@@ -108,6 +111,7 @@ class TopK(ScatteredCodec):
             search.topk_select(
                 flat, None, residual_out, search.topk_exact(flat, None, slots), start, *payload
             )
+        return False
 
     def _scatter(self, payload: Payload, into: Tensor, factor: float) -> None:
         values, indices, counts = payload

@@ -51,7 +51,7 @@ def kernels() -> Any:
         return None
     try:
         from . import gpu
-        from .gpu import blocks, elementwise, lowrank  # noqa: F401
+        from .gpu import blocks, elementwise, lowrank, topk  # noqa: F401
     except Exception as error:  # noqa: BLE001  a Triton that is broken is as good as none
         log.warning("Triton is installed, but cannot be imported: %s", error)
         return None
