@@ -28,7 +28,7 @@ WAITS |= dict.fromkeys(BY_SHARD, 0)
 BOUNDS = {  # kernels, bytes an element, and the same with Triton: what is needed today, and a tenth more
     "Mean()": ((1, 8), (1, 8)),
     "Cast(Mean(), bfloat16)": ((7, 13), (7, 13)),
-    "Cast(Mean(), float16)": ((24, 93), (11, 27)),
+    "Cast(Mean(), float16)": ((24, 93), (11, 18)),
     "ErrorFeedback(Sharded(Int8()))": ((193, 201), (34, 39)),
     "ErrorFeedback(Sharded(Int4(rounding='stochastic')))": ((400, 600), (34, 34)),
     "ErrorFeedback(Sharded(Fp8()))": ((188, 192), (34, 39)),

@@ -73,7 +73,8 @@ def _launch_huge(residual: Tensor, square: Tensor, limit: float) -> None:
 def _launch_overflow(wide: Tensor, narrow: Tensor, count: Tensor) -> None:
     triton_launch.launch(
         triton_state.kernels().elementwise.count_overflow, -(-wide.numel() // ELEMENTS),
-        wide, narrow, count, wide.numel(), ELEMENTS=ELEMENTS, reads=(wide, narrow), writes=(count,),
+        wide, narrow, count, wide.numel(), ELEMENTS=ELEMENTS, reads=(narrow,), writes=(count,),
+        rarely=(wide,),
     )  # fmt: skip
 
 

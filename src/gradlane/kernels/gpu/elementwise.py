@@ -22,9 +22,9 @@ def drop_huge(residual, square, numel, limit, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def count_overflow(wide, narrow, count, numel, ELEMENTS: tl.constexpr):
-    """Add to ``count`` how many finite numbers have become infinite."""
+    """Add to ``count`` how many finite numbers have become infinite: ``wide`` is read only where some may."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    before = widened(tl.load(wide + at, mask=at < numel, other=0.0))
-    after = widened(tl.load(narrow + at, mask=at < numel, other=0.0))
-    lost = (tl.abs(before) <= FLOAT_MAX) & (tl.abs(after) > FLOAT_MAX)
+    infinite = tl.abs(widened(tl.load(narrow + at, mask=at < numel, other=0.0))) > FLOAT_MAX
+    before = widened(tl.load(wide + at, mask=infinite, other=0.0))
+    lost = infinite & (tl.abs(before) <= FLOAT_MAX)
     tl.atomic_add(count, tl.sum(lost.to(tl.int32), axis=0))
