@@ -97,7 +97,7 @@ from gradlane.bench.link import parse_link
 from gradlane.bench.emulation import EmulatedNetwork
 from gradlane.local import run_ranks
 with EmulatedNetwork(2, parse_link("100mbit")) as hosts:
-    run_ranks(lambda rank: (os.write(1, b"up\n"), time.sleep(60)), 2, prepare=hosts.enter)
+    run_ranks(lambda rank: (os.write(1, b"up\\n"), time.sleep(60)), 2, prepare=hosts.enter)
 """
 
 
