@@ -15,15 +15,19 @@ AUTO = (
 
 @pytest.fixture
 def auto(monkeypatch):
+    changed = []
+
     def of(name):
         tests = import_module(f"{__package__}.{name}")
         for module in (tests, launched):
             monkeypatch.setattr(module, "MEMORY", AUTO)
-        launched.reference.cache_clear()
+            module.reference.cache_clear()
+            changed.append(module)
         return tests
 
     yield of
-    launched.reference.cache_clear()
+    for module in changed:  # what it keeps was trained with another strategy
+        module.reference.cache_clear()
 
 
 def test_lightning(auto, tmp_path):
