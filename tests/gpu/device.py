@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -24,6 +25,7 @@ sys.path.insert(0, str(built()))
 emulated_device = importlib.import_module("emulated_device")
 
 DEVICE = torch.device("privateuseone", 0)
+PACKAGE = f"{Path(triton_launch.__file__).parents[1]}/"
 WAITS = {  # their result has a shape that depends on numbers, or goes to the host
     "nonzero", "masked_select", "bincount", "unique_dim", "_unique2", "repeat_interleave.Tensor", "equal",
     "linalg_eigh", "linalg_cholesky_ex", "linalg_svd", "multinomial",
@@ -75,8 +77,8 @@ def where():
     frame, found, other = sys._getframe(1), [], "autograd"
     while frame is not None and len(found) < 2:
         code = frame.f_code
-        if "/gradlane/" in code.co_filename:
-            name = code.co_filename.rsplit("/gradlane/", 1)[1]
+        if code.co_filename.startswith(PACKAGE):  # a checkout may be in a folder of the same name
+            name = code.co_filename.removeprefix(PACKAGE)
             found.append(f"{name}:{frame.f_lineno} {code.co_name}")
         elif other == "autograd" and "/tests/gpu/" not in code.co_filename:
             other = f"{code.co_filename.rsplit('/', 1)[1]}:{frame.f_lineno} {code.co_name}"
