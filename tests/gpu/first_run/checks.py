@@ -11,7 +11,7 @@ import torch.distributed as dist
 import gradlane as gl
 from gradlane.codecs.blockwise import BlockCodec
 from gradlane.codecs.plain_blocks import PlainBlocks
-from gradlane.kernels import elementwise, triton_state
+from gradlane.kernels import elementwise, triton_lowrank, triton_state
 from gradlane.kernels.counter import keys_of
 from gradlane.kernels.triton_blocks import TritonBlocks
 from gradlane.kernels.triton_check import equal_bits
@@ -92,6 +92,7 @@ class Checks:
         if used.startswith("torch"):
             return f"not used here: {used}"
         elementwise.prepare(device)
+        triton_lowrank.prepare(device)
         wrong = set()
         for name, codec in CODECS.items():
             codec.prepare(device)
@@ -100,7 +101,7 @@ class Checks:
         refused = [kernel for kernel, on in triton_state.refused if on == device]
         assert not wrong, f"other bits than in plain torch: {', '.join(sorted(wrong))}"
         assert not refused, f"refused: {device_kernels_in_use(device)}"
-        return f"{used}, all block codecs"
+        return f"{used}, all block codecs, top-k, low rank"
 
     def _same(self, codec, numel):
         """Encoded with the residual, and decoded, beginning at an odd address too."""
